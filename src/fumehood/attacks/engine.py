@@ -1,0 +1,281 @@
+"""Carries out one attack on one tier, in this process, and judges it by what was seen from outside.
+
+The order: targets are built; an ordinary program runs (the tier works, and its template is there); the attack runs
+while the host looks every few milliseconds; the sandbox is destroyed; what lives on is noted; an ordinary program runs
+again; what is left of it all is noted; the tier is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from fumehood.attacks import host, procfs
+from fumehood.attacks.control import ControlTier
+from fumehood.attacks.model import Attack, Finding, Verdict
+from fumehood.attacks.needs import unmet
+from fumehood.attacks.observe import Run
+from fumehood.attacks.prelude import compose
+from fumehood.attacks.residue import Residue
+from fumehood.attacks.stage import Stage, remove_sysv
+from fumehood.errors import FileError, FumehoodError, PolicyError
+from fumehood.model import Code, Mount, Outcome, Policy
+from fumehood.tier import Sandbox, Tier
+
+LOOK_S = 0.02
+
+#: No attack takes this long: a tier that does not return by then has failed its own limits.
+GIVE_UP_S = 20.0
+
+_MOUNTED = "/mnt/open"
+
+#: The end of a traceback that says the attacker's program was wrong, not that it was stopped.
+_MISTAKES = (b"NameError", b"SyntaxError", b"ImportError", b"ModuleNotFoundError", b"AttributeError", b"TypeError")
+
+MakeTier = Callable[[Attack, Stage], Tier]
+
+
+def make_control(attack: Attack, stage: Stage) -> Tier:
+    """The control for one attack."""
+    return ControlTier(home=stage.home, throwaway=attack.throwaway)
+
+
+async def face(attack: Attack, make: MakeTier, base: Policy, *, terminal: bool = False) -> Finding:
+    """Carry out ``attack`` on the tier that ``make`` gives, under ``base`` with the attack's own limits.
+
+    Never raises for what a tier does: a set-up that fails is an inconclusive finding.
+    """
+    began = time.monotonic()
+    if reason := unmet(attack.needs):
+        return Finding(attack.id, "", Verdict.NOT_APPLICABLE, reason, 0.0)
+    stage = Stage(terminal=terminal)
+    try:
+        return await _face(attack, make(attack, stage), base, stage, began)
+    finally:
+        _clean(stage)
+        stage.close()
+
+
+async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: float) -> Finding:
+    control = isinstance(tier, ControlTier)
+    finding = Finding(
+        attack.id, tier.name, Verdict.INCONCLUSIVE, "", 0.0,
+        required=attack.must_hold(tier.features.boundary),
+        best_effort=attack.limit is not None and attack.limit not in tier.probe().hard,
+    )  # fmt: skip
+
+    def end(verdict: Verdict, seen: str, residue: tuple[str, ...] = ()) -> Finding:
+        return replace(finding, verdict=verdict, seen=seen, seconds=time.monotonic() - began, residue=residue)
+
+    lacking = [name for name in attack.features if not getattr(tier.features, name)]
+    if lacking:
+        return end(Verdict.NOT_APPLICABLE, f"the tier has no {lacking[0].replace('_', ' ')}")
+    policy = attack.policy(base)
+    mounted = str(stage.open)
+    if tier.features.mounts:
+        mounted = _MOUNTED
+        policy = replace(policy, mounts=(*policy.mounts, Mount(str(stage.open), _MOUNTED)))
+    nothing = Residue.take(stage)
+    try:
+        try:
+            await _ordinary(tier, policy)
+            before = Residue.take(stage)
+            run = Run(attack, policy, stage, known=before.processes)
+            run.control = control
+            await _attack(run, tier, stage.targets(mounted=mounted) | {"note": stage.note})
+        except (FumehoodError, OSError) as error:
+            return end(Verdict.INCONCLUSIVE, f"set-up failed: {type(error).__name__}: {error}")
+        finding = replace(finding, receipt=run.receipt.to_dict() if run.receipt else None)
+        verdict, seen = _judge(run)
+        if control:
+            return end(verdict, seen)
+        if run.survivors:
+            procfs.reap(run.mine())
+        try:
+            await _ordinary(tier, policy)
+        except (FumehoodError, OSError) as error:
+            return end(Verdict.BROKEN, f"the next ordinary run failed: {type(error).__name__}: {error}")
+        left = await before.left()
+    finally:
+        await tier.close()
+    left += await nothing.left()
+    return end(verdict, seen, tuple(dict.fromkeys(left)))
+
+
+async def _ordinary(tier: Tier, policy: Policy) -> None:
+    """An ordinary run; OSError if it is not what it should be."""
+    sandbox = await tier.create(policy)
+    try:
+        result = await sandbox.exec(Code("print(6 * 7)"), last=True)
+    finally:
+        await sandbox.close()
+    if result.stdout.split()[:1] != ["42"]:
+        raise OSError(f"an ordinary program gave {result.outcome.value}: {result.stdout!r:.100} {result.stderr!r:.300}")
+
+
+async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
+    attack = run.attack
+    sandbox = await tier.create(run.policy)
+    run.receipt = sandbox.receipt
+    try:
+        await _files(run, sandbox, attack.uploads)
+        text = Code(compose(attack.program, targets))
+        live = bool(attack.reuploads or attack.downloads)
+        await _watched(run, tier, sandbox, text, targets, last=not live)
+        if live:
+            await _files(run, sandbox, attack.reuploads)
+            for path in attack.downloads:
+                with _refused(run):
+                    run.downloads[path] = await sandbox.read_file(path)
+    finally:
+        await _destroy(run, sandbox)
+    if attack.second and attack.second_when == "after":
+        await _second(run, tier, targets)
+    run.look()
+
+
+async def _watched(
+    run: Run, tier: Tier, sandbox: Sandbox, text: Code, targets: dict[str, object], *, last: bool
+) -> None:
+    run.began = time.monotonic()
+    run.supervisor_before_bytes = procfs.resident_bytes()
+    task = asyncio.ensure_future(sandbox.exec(text, stdin=bytes(run.attack.stdin_bytes), sink=run.feed, last=last))
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=LOOK_S)
+            run.look()
+            if not task.done() and (run.done or _succeeded(run) or run.seconds > GIVE_UP_S):
+                break
+        if run.attack.second and run.attack.second_when == "beside":
+            await _second(run, tier, targets)
+        if not task.done():
+            return
+        run.seconds = time.monotonic() - run.began
+        try:
+            run.result = task.result()
+        except (FumehoodError, OSError, ValueError) as error:
+            run.failure = f"{type(error).__name__}: {error}"
+    finally:
+        if not task.done():
+            run.stage.task = task
+
+
+def _succeeded(run: Run) -> bool:
+    return not run.attack.second and run.attack.watch.judge(run) is not None
+
+
+async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
+    """The second program: it is told all but the note."""
+    told = {k: v for k, v in targets.items() if k != "note"}
+    sandbox = await tier.create(run.policy)
+    try:
+        result = await sandbox.exec(Code(compose(run.attack.second, told)), last=True)
+        run.second_output = result.stdout_data
+    finally:
+        await sandbox.close()
+
+
+@contextlib.contextmanager
+def _refused(run: Run):  # type: ignore[no-untyped-def]
+    try:
+        yield
+    except (PolicyError, FileError, OSError, ValueError) as error:
+        run.refusals.append(f"{type(error).__name__}: {error}")
+
+
+async def _files(run: Run, sandbox: Sandbox, files: object) -> None:
+    assert hasattr(files, "items")
+    for path, data in files.items():
+        with _refused(run):
+            await sandbox.write_file(path.replace("OPEN", str(run.stage.open)), data)
+
+
+async def _destroy(run: Run, sandbox: Sandbox) -> None:
+    task = run.stage.task
+    began = time.monotonic()
+    try:
+        await asyncio.wait_for(sandbox.close(out=run.out if run.attack.collect else None), GIVE_UP_S)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, it is what was seen
+        run.close_failure = f"{type(error).__name__}: {error}"
+    run.close_s = time.monotonic() - began
+    run.closed = True
+    if task is not None and not run.control:
+        done, _ = await asyncio.wait([task], timeout=5)
+        if not done:
+            run.close_failure = run.close_failure or "the exec did not end with its sandbox"
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(BaseException):
+            await asyncio.wait_for(asyncio.shield(task), 0.1)
+    run.survivors = await _survivors(run)
+
+
+async def _survivors(run: Run) -> list[str]:
+    """Who is alive once the dead had time to be counted as such."""
+    alive: list[str] = []
+    for _ in range(40):
+        alive = run.alive()
+        if run.control:
+            # The guard, which watches the control's programs, is not one of them; nor is a program in mid-run, which
+            # the control never kills.
+            return alive[1:] if run.result is not None else alive[2:]
+        if not alive:
+            return []
+        await asyncio.sleep(LOOK_S)
+    return alive
+
+
+def _judge(run: Run) -> tuple[Verdict, str]:
+    seen = run.attack.watch.judge(run)
+    if seen is not None:
+        return Verdict.BROKEN, seen
+    if run.closed and run.close_failure and not run.control:
+        return Verdict.BROKEN, f"destroying the sandbox failed: {run.close_failure}"
+    if run.attack.uploads and run.refusals:
+        return Verdict.HELD, f"refused: {run.refusals[0]}"
+    if not run.armed and run.failure is None:
+        return Verdict.INCONCLUSIVE, f"the program did not start: {_tail(run)}"
+    if run.result is not None and run.result.stderr_data:
+        last = run.result.stderr_data.rstrip().rpartition(b"\n")[2]
+        if last.startswith(_MISTAKES):
+            return Verdict.INCONCLUSIVE, f"the program failed by itself: {_tail(run)}"
+    if run.attack.watch.marked and not run.done:
+        killed = run.result is not None and run.result.outcome is Outcome.SIGNALED
+        if not killed:
+            return Verdict.INCONCLUSIVE, f"the host never saw the mark: {_tail(run)}"
+    return Verdict.HELD, _held(run)
+
+
+def _held(run: Run) -> str:
+    if run.done:
+        return "not seen, while the program claimed to be done"
+    if run.result is not None:
+        code = "" if run.result.exit_code is None else f" {run.result.exit_code}"
+        return f"ended as {run.result.outcome.value}{code} after {run.seconds:.2f} s"
+    return run.failure or f"stopped after {run.seconds:.2f} s"
+
+
+def _tail(run: Run) -> str:
+    if run.result is None:
+        return run.failure or "no result"
+    return f"{run.result.outcome.value} {run.result.exit_code}: {run.result.stderr[-300:].strip()!r}"
+
+
+def _clean(stage: Stage) -> None:
+    """Remove from the host what an attack that succeeded has left, by the run's token and key."""
+    remove_sysv(stage.key)
+    host.mqueue_remove(f"/{stage.token}")
+    host.keys_remove(stage.token)
+    for folder in host.cgroup_folders():
+        if stage.token in folder.name:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    for parent in ("/tmp", "/var/tmp", "/dev/shm", "/run"):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(parent):
+                if stage.token in name and not name.startswith("fh-"):
+                    os.unlink(os.path.join(parent, name))

@@ -1,0 +1,70 @@
+"""What a sandbox may not leave behind, as one look at the host to be compared with a later one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+
+from fumehood.attacks import procfs
+from fumehood.attacks.stage import Stage
+
+#: How long the kernel may take to finish tearing down what was killed.
+PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Residue:
+    """Processes below this one, its descriptors and mounts, and files where sandboxes keep theirs."""
+
+    stage: Stage
+    processes: frozenset[tuple[int, int]]
+    descriptors: frozenset[tuple[int, str]]
+    mounts: frozenset[str]
+    files: frozenset[str]
+
+    @classmethod
+    def take(cls, stage: Stage) -> Residue:
+        """Look now."""
+        below = procfs.descendants()
+        return cls(
+            stage,
+            frozenset((p.pid, p.started) for p in below.values()),
+            frozenset((f.fd, f.link) for f in procfs.open_files(os.getpid()) if not f.link.startswith("/proc/")),
+            frozenset(procfs.read_text("/proc/self/mountinfo").splitlines()),
+            frozenset(_files(stage)),
+        )
+
+    async def left(self) -> list[str]:
+        """What is there now and was not then, described; waits a little for what is about to go."""
+        found: list[str] = []
+        for _ in range(int(PATIENCE_S / 0.05)):
+            found = self._left()
+            if not found:
+                break
+            await asyncio.sleep(0.05)
+        return found
+
+    def _left(self) -> list[str]:
+        below = procfs.descendants()
+        new = [p for p in below.values() if (p.pid, p.started) not in self.processes]
+        procfs.reap(p.pid for p in new if not p.alive and p.ppid == os.getpid())
+        now = Residue.take(self.stage)
+        found = [f"process {p.comm} (pid {p.pid}, state {p.state})" for p in new if p.alive]
+        found += [f"descriptor {fd} of the supervisor: {link}" for fd, link in sorted(now.descriptors - self.descriptors)]
+        found += [f"mount {line.split()[4]}" for line in sorted(now.mounts - self.mounts)]
+        found += [f"file {path}" for path in sorted(now.files - self.files)]
+        return found
+
+
+def _files(stage: Stage) -> list[str]:
+    shared = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue")
+    found = [os.path.join(stage.work, name) for name in os.listdir(stage.work)]
+    for folder in shared:
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        # Names of the run only: others on this host come and go. The whole folders are compared at the suite's end.
+        found += [f"{folder}/{name}" for name in names if stage.token in name]
+    return found

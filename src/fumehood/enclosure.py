@@ -1,0 +1,206 @@
+"""What holds a sandbox from outside when its first process is PID 1 of a PID namespace of this host.
+
+Killing that process kills all in the namespace, and its pidfd turns readable when the last of them is dead
+(pid_namespaces(7)), so neither a process that called setsid nor one that hides among others can be missed.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fumehood.errors import StartError
+from fumehood.linux import cgroup, process
+
+_POLL_S = 0.05
+_GO = b"G"
+_LENGTH = struct.Struct(">I")
+_REPORT_MAX = 1 << 16
+_SEAL_TIMEOUT_S = 10.0
+
+
+class PidfdEnclosure:
+    """Implements :class:`fumehood.session.Enclosure` for a sandbox whose first process is PID 1 of its PID namespace.
+
+    Takes ownership of ``pidfd`` and, when set, of ``work_fd``. ``cpu_after_death`` tells what the process and those it
+    waited for used, where no cgroup counts it. Belongs to the running event loop.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int,
+        group: cgroup.Cgroup | None,
+        *,
+        cpu_after_death: Callable[[], Awaitable[float | None]],
+        forget: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._pid = pid
+        self._pidfd = pidfd
+        self._group = group
+        self._cpu_after_death = cpu_after_death
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(pidfd, self._died)
+        self._poller: asyncio.Task[None] | None = None
+        self._over_memory = False
+        self._cpu_s: float | None = None
+        self._peak: int | None = None
+        self._released = False
+        self._counted = False
+        self.work_fd = -1
+
+    def _died(self) -> None:
+        # A pidfd is readable when the process has exited, and PID 1 of a namespace exits last of all in it.
+        self._loop.remove_reader(self._pidfd)
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def poll_memory(self, memory_bytes: int) -> None:
+        """Stand in for a memory cgroup: look at all processes every 50 ms and kill when they hold more together."""
+        self._poller = self._loop.create_task(self._poll(memory_bytes))
+
+    async def _poll(self, memory_bytes: int) -> None:
+        while not self._death.done():
+            used = process.tree_usage(self._pid)
+            if used.count:
+                self._cpu_s = max(self._cpu_s or 0.0, used.cpu_s)
+                self._peak = max(self._peak or 0, used.resident_bytes)
+            if used.resident_bytes > memory_bytes:
+                self._over_memory = True
+                self.kill()
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
+        if not self._death.done():
+            process.kill_pidfd(self._pidfd)
+
+    async def wait_dead(self) -> None:
+        """Until the last process of the sandbox is dead."""
+        await asyncio.shield(self._death)
+        if self._group is None and not self._counted:
+            self._counted = True
+            exact = await self._cpu_after_death()
+            if exact is not None:  # finer than the poller's clock ticks, and with what ended between two looks
+                self._cpu_s = max(self._cpu_s or 0.0, exact)
+
+    def usage(self) -> tuple[float | None, int | None]:
+        """CPU seconds so far and peak memory in bytes, as the cgroup counts them; else as polled."""
+        if self._group is None:
+            if not self._death.done():
+                self._cpu_s = max(self._cpu_s or 0.0, process.tree_usage(self._pid).cpu_s)
+            return self._cpu_s, self._peak
+        try:
+            return self._group.cpu_s(), self._group.memory_peak_bytes()
+        except OSError:
+            return None, None
+
+    async def discard(self) -> None:
+        """Kill, wait, release: for a sandbox that did not come to be."""
+        self.kill()
+        await self.wait_dead()
+        await self.release()
+
+    def memory_killed(self) -> bool:
+        """Whether the kernel, or the poller, killed for memory."""
+        if self._group is None:
+            return self._over_memory
+        try:
+            return self._group.oom_kills() > 0
+        except OSError:
+            return False
+
+    def lost_reason(self) -> str:
+        """Why the channel may have closed."""
+        return "its first process died"
+
+    def workdir_fd(self) -> int | None:
+        """The work folder, which outlives the sandbox's processes as long as this descriptor is open."""
+        return self.work_fd if self.work_fd >= 0 else None
+
+    async def release(self) -> None:
+        """Let go of the cgroup and the descriptors."""
+        if self._released:
+            return
+        self._released = True
+        if self._poller is not None:
+            self._poller.cancel()
+        self._forget()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self.work_fd >= 0:
+            os.close(self.work_fd)
+            self.work_fd = -1
+        if self._group is not None:
+            self._group.remove()
+
+
+async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> dict[str, Any]:
+    """Let a sandbox's waiting first process go on and take its report, before it serves frames on ``channel``.
+
+    The report is a length (4 bytes, big-endian) and that much JSON, with the descriptor of the work folder beside it
+    if it has one, which the enclosure keeps. It was written before any program ran, by our own code; it is checked
+    like a guest's word all the same. Raises StartError with what the process met.
+    """
+    channel.setblocking(False)
+    try:
+        channel.send(_GO)
+        async with asyncio.timeout(_SEAL_TIMEOUT_S):
+            head = await _receive(channel, _LENGTH.size, enclosure)
+            (length,) = _LENGTH.unpack(head)
+            if length > _REPORT_MAX:
+                raise ValueError("too long")
+            report = json.loads(await _receive(channel, length, enclosure))
+        if not isinstance(report, dict):
+            raise ValueError("not an object")
+    except TimeoutError:
+        raise StartError("the sandbox did not seal itself in time", tier=tier) from None
+    except EOFError:
+        raise StartError("the sandbox died while it sealed itself", tier=tier) from None
+    except (OSError, ValueError) as error:
+        raise StartError(f"the sandbox's report is unusable: {error}"[:500], tier=tier) from None
+    if "error" in report:
+        raise StartError(f"the sandbox could not seal itself: {report['error']}"[:1000], tier=tier)
+    return report
+
+
+async def _receive(channel: socket.socket, size: int, enclosure: PidfdEnclosure) -> bytes:
+    """Exactly ``size`` bytes, and the one descriptor that may come with them."""
+    data = b""
+    while len(data) < size:
+        try:
+            piece, ancillary, _, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(4))
+        except BlockingIOError:
+            await readable(channel)
+            continue
+        for _, _, raw in ancillary:
+            (enclosure.work_fd,) = array.array("i", raw[:4])
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+async def readable(channel: socket.socket) -> None:
+    """Until ``channel`` has something to receive, or its end."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(channel, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(channel)
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

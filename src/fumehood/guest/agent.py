@@ -1,0 +1,1221 @@
+"""The guest agent: serves programs and files inside a boundary, over one byte stream to the host.
+
+Theory of operation
+===================
+
+Processes::
+
+    host ══ stream (frames) ══ agent ── private socket ── interpreter ── whatever the program starts
+                                 │ └──── stdin, stdout, stderr pipes ────┘
+                                 └ command (fork and exec, the same three pipes)
+
+The *agent* is the init of the sandbox's PID namespace where the tier has one. It forks the *interpreter* as soon as
+it starts, before any program is known, so that a run does not wait for a fork. The interpreter runs the program in a
+fresh ``__main__``; it is a session leader and its process group is what is signalled.
+
+Who trusts whom. The agent trusts the host, and the host trusts nobody here: it bounds every frame, and it holds the
+deadlines, the memory and the output from outside. The agent trusts no program. It is not dumpable, so a program of
+the same user can neither attach to it nor take its descriptors (ptrace(2), pidfd_getfd(2), /proc/PID/fd); the
+interpreter closes the stream before a program runs; the stream's words never pass through a process that runs one.
+What a program can reach is its end of the private socket, in a live sandbox: anything there but one "done" message
+of six bytes for the current exec makes the agent kill the interpreter. Forging that message gains what ``sys.exit()``
+gains. The exit status of a whole process comes from waitpid, never from the process.
+
+The agent never blocks on what a program controls: its loop polls, its ends of all pipes are non-blocking, output
+is forwarded only while the host keeps up, and when a program's main process is gone its pipes are drained once,
+bounded, whoever still holds them. It ends when the stream does: end of file is the lifeline, and as PID 1 its end is
+everybody's.
+
+Signals: every handler is the default one, because a PID 1 is safe from its own namespace only for signals that it
+does not handle. SIGCHLD is the exception; it does no more than wake the loop.
+
+Frames, both ways
+=================
+
+Header length (4 bytes, big-endian), body length (4 bytes), header (a JSON object, at most 16 KiB), body (raw, at
+most 1 MiB). Whatever can be long (paths, environment, arguments, code) is in the body. From the host::
+
+    exec       id kind("code"|"command") name last output_bytes overflow("truncate"|"stop") stdin(bool)
+               env_bytes size more     body: NUL-ended NAME=VALUE items, then code or NUL-ended arguments;
+                                       ``size`` bytes in all, continued by frames ``more`` while ``more`` is true
+    more       id more                 body: the next part
+    stdin      id more                 body: the next piece of standard input, sent when asked for
+    interrupt                          SIGINT to the program's process group
+    write      id path_bytes offset    body: path, data. Offset 0 creates or replaces the file
+    read       id path_bytes offset length
+    list       id count
+    remove     id path_bytes
+
+and from the agent::
+
+    ready      version pid
+    out, err   id                      body: a piece of output
+    stdin      id                      asks for the next piece of standard input
+    done       id status out_bytes err_bytes overflow lost
+                                       status: exit code, or -N for signal N; lost: the interpreter's state is gone
+    failed     id error message        nothing ran
+    reply      id [error message] [size] [more truncated]     body: what was read or listed
+    fatal      message                 the agent's last words
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import errno
+import gc
+import io
+import json
+import linecache
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+import traceback
+import types
+from collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+VERSION = 1
+
+FRAME = struct.Struct("!II")  # header length, body length
+HEADER_MAX = 16 << 10
+BODY_MAX = 1 << 20
+
+#: Code is at most 16 MiB (model.CODE_BYTES_MAX); environment and arguments come on top, and execve(2) takes no more
+#: than a few MiB of those.
+PAYLOAD_MAX = 24 << 20
+
+PIECE = 64 << 10  # one read of output: what a pipe holds by default, pipe(7)
+
+#: What is drained from a pipe once its program is gone. An ordinary user can enlarge a pipe to 1 MiB
+#: (/proc/sys/fs/pipe-max-size), so this is all that the program itself can have left in it.
+DRAIN_MAX = (1 << 20) + PIECE
+
+BACKLOG_MAX = 1 << 20  # unsent bytes for the host beyond which no more output is read
+REAP_MAX = 512  # zombies reaped before the loop looks at anything else
+LIST_COUNT_MAX = 65536
+LIST_BYTES_MAX = 4 << 20
+LIST_DEPTH_MAX = 64
+REMOVE_STEPS_MAX = 200_000
+
+# <linux/prctl.h>
+PR_GET_DUMPABLE = 3
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
+
+REQUEST = struct.Struct("!HBHII")  # exec number, last, lengths of name, environment, code
+DONE = struct.Struct("!2sHH")  # b"fh", exec number, exit code
+
+EXIT_LOST = 70  # EX_SOFTWARE of <sysexits.h>: our own failure in a forked child
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_FLUSH_FAILED = 120  # what CPython exits with when it cannot flush stdout
+
+_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ProtocolError(Exception):
+    """The host broke the frames' format: there is no telling what it means next, so the agent ends."""
+
+
+# --- the agent -------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A program's main process: its pipes, and the private socket if it is an interpreter."""
+
+    __slots__ = ("err", "out", "pid", "requests", "sock", "stdin", "stdin_used", "unsent")
+
+    def __init__(self, pid: int, stdin: int, out: int, err: int, sock: socket.socket | None) -> None:
+        self.pid = pid
+        self.stdin = stdin  # our ends of the pipes, -1 once closed
+        self.out = out
+        self.err = err
+        self.sock = sock
+        self.stdin_used = False  # the pipe may hold what an earlier exec did not read
+        self.unsent = memoryview(b"")  # of the request to the interpreter
+        self.requests = 0
+
+    def close_stdin(self) -> None:
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def close(self) -> None:
+        self.close_stdin()
+        for fd in (self.out, self.err):
+            if fd >= 0:
+                os.close(fd)
+        self.out = self.err = -1
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+    def kill(self) -> None:
+        """SIGKILL to the group, and to the process itself in case it has not made its group yet."""
+        for send, number in ((os.killpg, self.pid), (os.kill, self.pid)):
+            try:
+                send(number, signal.SIGKILL)
+            except OSError:
+                pass
+
+
+class Exec:
+    """The exec that is being received or is running."""
+
+    __slots__ = (
+        "budget", "counts", "env_bytes", "ident", "is_code", "last", "name", "overflowed", "payload",
+        "process", "size", "stdin", "stdin_more", "stop", "wants_stdin",
+    )  # fmt: skip
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.ident = _integer(header, "id")
+        self.is_code = header.get("kind") == "code"
+        self.last = header.get("last") is True
+        self.name = str(header.get("name", "<agent>")).replace("\0", "?")[:255]
+        self.budget = _integer(header, "output_bytes")
+        self.stop = header.get("overflow") == "stop"
+        self.wants_stdin = header.get("stdin") is True
+        self.env_bytes = _integer(header, "env_bytes")
+        self.size = _integer(header, "size")
+        if self.size > PAYLOAD_MAX or self.env_bytes > self.size:
+            raise ProtocolError("an exec that is too large")
+        self.payload = bytearray()
+        self.process: Process | None = None
+        self.stdin = memoryview(b"")
+        self.stdin_more = self.wants_stdin
+        self.counts = [0, 0]
+        self.overflowed = False
+
+
+class Agent:
+    """The loop. One exec at a time; files are served beside it."""
+
+    def __init__(self, read_fd: int, write_fd: int, workdir: str, touch: bool) -> None:
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self.touch = touch
+        _fill_low_descriptors()
+        self.workdir = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.wake, self.wake_in = os.pipe()
+        for fd in {read_fd, write_fd, self.wake, self.wake_in}:
+            os.set_blocking(fd, False)
+        self.inbox = bytearray()
+        self.outbox: deque[memoryview] = deque()
+        self.backlog = 0
+        self.exec: Exec | None = None
+        self.interpreter: Process | None = None
+        self.zombies_left = False
+        self.handlers = {
+            "exec": self.on_exec,
+            "more": self.on_more,
+            "stdin": self.on_stdin,
+            "interrupt": self.on_interrupt,
+            "write": self.on_write,
+            "read": self.on_read,
+            "list": self.on_list,
+            "remove": self.on_remove,
+        }
+
+    def run(self) -> None:
+        """Serve until the stream ends."""
+        make_undumpable()
+        adopt_orphans()
+        self.take_signals()
+        restore_site_builtins()
+        gc.collect()
+        gc.freeze()  # what exists now is never collected, so the pages stay shared with the children
+        try:
+            self.interpreter = self.fork_interpreter()
+        except OSError:
+            pass  # the exec tries again and reports it
+        self.send(b'{"op":"ready","version":%d,"pid":%d}' % (VERSION, os.getpid()))
+        while self.turn():
+            pass
+
+    def take_signals(self) -> None:
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGCHLD}:
+            if signal.getsignal(number) not in (signal.SIG_DFL, None):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, _wake_only)
+        signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
+
+    # --- the loop
+
+    def turn(self) -> bool:
+        """Wait once and handle what is ready; False when the host is gone."""
+        poll = select.poll()
+        poll.register(self.read_fd, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
+        if self.outbox:
+            if self.write_fd == self.read_fd:
+                poll.register(self.read_fd, select.POLLIN | select.POLLOUT)
+            else:
+                poll.register(self.write_fd, select.POLLOUT)
+        now = self.exec
+        process = now.process if now is not None else None
+        if now is not None and process is not None:
+            if self.backlog < BACKLOG_MAX:
+                for fd in (process.out, process.err):
+                    if fd >= 0:
+                        poll.register(fd, select.POLLIN)
+            if now.stdin and process.stdin >= 0:
+                poll.register(process.stdin, select.POLLOUT)
+        interpreter = self.interpreter
+        if interpreter is not None and interpreter.sock is not None:
+            mask = select.POLLIN | select.POLLOUT if interpreter.unsent else select.POLLIN
+            poll.register(interpreter.sock, mask)
+
+        ready = dict(poll.poll(0 if self.zombies_left else None))
+
+        if self.read_fd in ready and ready[self.read_fd] & ~select.POLLOUT and not self.read_stream():
+            return False
+        if self.outbox and (self.write_fd in ready):
+            self.flush()
+        if process is not None and self.exec is now and now is not None:
+            for index, fd in enumerate((process.out, process.err)):
+                if fd in ready:
+                    self.forward(now, index)
+            if process.stdin >= 0 and process.stdin in ready:
+                self.feed_stdin(now)
+        if interpreter is not None and interpreter is self.interpreter and interpreter.sock is not None:
+            event = ready.get(interpreter.sock.fileno(), 0)
+            if event & select.POLLOUT:
+                self.push_request(interpreter)
+            if event & ~select.POLLOUT:
+                self.hear(interpreter)
+        if self.wake in ready or self.zombies_left:
+            self.reap()
+        return True
+
+    def read_stream(self) -> bool:
+        """Take what the host sent; False at its end."""
+        try:
+            data = os.read(self.read_fd, 256 << 10)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
+        inbox = self.inbox
+        inbox += data
+        start = 0
+        while len(inbox) - start >= FRAME.size:
+            header_bytes, body_bytes = FRAME.unpack_from(inbox, start)
+            if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
+                raise ProtocolError("a frame that is too large")
+            middle = start + FRAME.size + header_bytes
+            end = middle + body_bytes
+            if len(inbox) < end:
+                break
+            header = json.loads(bytes(inbox[start + FRAME.size : middle]))
+            if not isinstance(header, dict):
+                raise ProtocolError("a header that is not an object")
+            handler = self.handlers.get(header.get("op", ""))
+            if handler is None:
+                raise ProtocolError("an unknown operation")
+            handler(header, bytes(inbox[middle:end]))
+            start = end
+        del inbox[:start]
+        return True
+
+    def send(self, header: bytes, body: bytes = b"") -> None:
+        """Queue a frame and write what the stream takes now."""
+        head = FRAME.pack(len(header), len(body)) + header
+        idle = not self.outbox
+        self.backlog += len(head) + len(body)
+        if len(body) < 4096:
+            self.outbox.append(memoryview(head + body))
+        else:
+            self.outbox.append(memoryview(head))
+            self.outbox.append(memoryview(body))
+        if idle:
+            self.flush()
+
+    def flush(self) -> None:
+        outbox = self.outbox
+        while outbox:
+            try:
+                written = os.writev(self.write_fd, list(outbox)[:8])
+            except BlockingIOError:
+                return
+            self.backlog -= written
+            while written:
+                piece = outbox[0]
+                if len(piece) <= written:
+                    written -= len(piece)
+                    outbox.popleft()
+                else:
+                    outbox[0] = piece[written:]
+                    written = 0
+
+    # --- programs
+
+    def on_exec(self, header: dict[str, Any], body: bytes) -> None:
+        if self.exec is not None:
+            raise ProtocolError("a second exec")
+        self.exec = Exec(header)
+        self.take_payload(self.exec, header, body)
+
+    def on_more(self, header: dict[str, Any], body: bytes) -> None:
+        if self.exec is None or self.exec.process is not None:
+            raise ProtocolError("a continuation of nothing")
+        self.take_payload(self.exec, header, body)
+
+    def take_payload(self, now: Exec, header: dict[str, Any], body: bytes) -> None:
+        now.payload += body
+        if len(now.payload) > now.size:
+            raise ProtocolError("more than was announced")
+        if header.get("more") is not True:
+            if len(now.payload) != now.size:
+                raise ProtocolError("less than was announced")
+            try:
+                self.start(now)
+            except OSError as error:
+                self.exec = None
+                self.send(_dumps({"op": "failed", "id": now.ident, "error": error.errno, "message": str(error)}))
+
+    def start(self, now: Exec) -> None:
+        env = bytes(now.payload[: now.env_bytes])
+        rest = bytes(now.payload[now.env_bytes :])
+        now.payload = bytearray()
+        if now.is_code:
+            if self.interpreter is None:
+                self.interpreter = self.fork_interpreter()
+            now.process = self.interpreter
+            self.hand_over(self.interpreter, now, env, rest)
+        else:
+            now.process = self.fork_command(env, rest)
+        now.process.stdin_used = now.wants_stdin
+        if now.wants_stdin:
+            self.ask_stdin(now)
+        else:
+            now.process.close_stdin()
+
+    def hand_over(self, process: Process, now: Exec, env: bytes, code: bytes) -> None:
+        """Send the program to the interpreter, with a new stdin if the old one has been used."""
+        assert process.sock is not None
+        process.requests = (process.requests + 1) & 0xFFFF
+        name = now.name.encode("utf-8", "replace")
+        head = REQUEST.pack(process.requests, now.last, len(name), len(env), len(code))
+        process.unsent = memoryview(b"".join((head, name, env, code)))
+        rights = []
+        taken = -1
+        if process.stdin_used or (now.wants_stdin and process.stdin < 0):
+            process.close_stdin()
+            taken, process.stdin = os.pipe()
+            os.set_blocking(process.stdin, False)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", taken))]
+        try:
+            self.push_request(process, rights)
+        finally:
+            if taken >= 0:
+                os.close(taken)
+
+    def push_request(self, process: Process, rights: list[tuple[int, int, bytes]] | None = None) -> None:
+        assert process.sock is not None
+        try:
+            sent = process.sock.sendmsg([process.unsent[: 256 << 10]], rights or [])
+        except BlockingIOError:
+            return
+        except OSError:
+            process.unsent = memoryview(b"")  # it is dead or dying, and waitpid will tell
+            return
+        process.unsent = process.unsent[sent:]
+        if not process.unsent and self.exec is not None and self.exec.last:
+            process.sock.close()  # it closes its end before the program runs; from here only waitpid speaks
+            process.sock = None
+
+    def hear(self, process: Process) -> None:
+        """What the interpreter says on the private socket: one "done" for the current exec, or it is lost."""
+        assert process.sock is not None
+        try:
+            data = process.sock.recv(DONE.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        now = self.exec
+        current = now is not None and now.process is process
+        if len(data) == DONE.size and current and now is not None and not process.unsent:
+            magic, number, code = DONE.unpack(data)
+            if magic == b"fh" and number == process.requests and code <= 255:
+                self.finish(now, code)
+                return
+        process.kill()
+        process.sock.close()
+        process.sock = None
+        if not current:
+            self.interpreter = None
+            process.close()
+
+    def reap(self) -> None:
+        try:
+            os.read(self.wake, 4096)
+        except BlockingIOError:
+            pass
+        for _ in range(REAP_MAX):
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if os.WIFSTOPPED(status):
+                continue  # PTRACE_TRACEME makes us its tracer; it may wait for its deadline
+            now, interpreter = self.exec, self.interpreter
+            if now is not None and now.process is not None and now.process.pid == pid:
+                self.finish(now, os.waitstatus_to_exitcode(status), dead=True)
+            elif interpreter is not None and interpreter.pid == pid:
+                interpreter.close()
+                self.interpreter = None
+        else:
+            self.zombies_left = True
+            return
+        self.zombies_left = False
+
+    def finish(self, now: Exec, status: int, dead: bool = False) -> None:
+        """Drain what the program left in its pipes and report the end of the exec."""
+        process = now.process
+        assert process is not None
+        for index in (0, 1):
+            drained = 0
+            while drained < DRAIN_MAX:
+                got = self.forward(now, index)
+                if got == 0:
+                    break
+                drained += got
+        process.close_stdin()
+        if dead:
+            process.close()
+            if process is self.interpreter:
+                self.interpreter = None
+        self.exec = None
+        self.send(
+            b'{"op":"done","id":%d,"status":%d,"out_bytes":%d,"err_bytes":%d,"overflow":%s,"lost":%s}'
+            % (
+                now.ident,
+                status,
+                now.counts[0],
+                now.counts[1],
+                _json_bool(now.overflowed),
+                _json_bool(dead and now.is_code),
+            )
+        )
+
+    def forward(self, now: Exec, index: int) -> int:
+        """Read one piece of output and pass on what the budget has left; the number of bytes read."""
+        process = now.process
+        assert process is not None
+        fd = process.err if index else process.out
+        if fd < 0:
+            return 0
+        try:
+            data = os.read(fd, PIECE)
+        except BlockingIOError:
+            return 0
+        if not data:  # every writer closed it: from here poll() would only spin
+            os.close(fd)
+            if index:
+                process.err = -1
+            else:
+                process.out = -1
+            return 0
+        now.counts[index] += len(data)
+        passed = data[: now.budget]
+        now.budget -= len(passed)
+        if len(passed) < len(data) and not now.overflowed:
+            now.overflowed = True
+            if now.stop:
+                process.kill()
+        if passed:
+            self.send(b'{"op":"err","id":%d}' % now.ident if index else b'{"op":"out","id":%d}' % now.ident, passed)
+        return len(data)
+
+    def ask_stdin(self, now: Exec) -> None:
+        self.send(b'{"op":"stdin","id":%d}' % now.ident)
+
+    def on_stdin(self, header: dict[str, Any], body: bytes) -> None:
+        now = self.exec
+        if now is None or now.ident != header.get("id") or now.process is None:
+            return  # it crossed our "done"
+        now.stdin = memoryview(body)
+        now.stdin_more = header.get("more") is True
+        self.feed_stdin(now)
+
+    def feed_stdin(self, now: Exec) -> None:
+        process = now.process
+        assert process is not None
+        if process.stdin < 0:
+            return
+        while now.stdin:
+            try:
+                now.stdin = now.stdin[os.write(process.stdin, now.stdin) :]
+            except BlockingIOError:
+                return
+            except OSError:  # nobody will read it
+                now.stdin = memoryview(b"")
+                process.close_stdin()
+                return
+        if now.stdin_more:
+            self.ask_stdin(now)
+        else:
+            process.close_stdin()
+
+    def on_interrupt(self, header: dict[str, Any], body: bytes) -> None:
+        if self.exec is not None and self.exec.process is not None:
+            try:
+                os.killpg(self.exec.process.pid, signal.SIGINT)
+            except OSError:
+                pass
+
+    def fork_interpreter(self) -> Process:
+        """A child that waits for a program on its private socket. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = self.fork(theirs.fileno(), b"", b"", ours)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        return process
+
+    def fork_command(self, env: bytes, arguments: bytes) -> Process:
+        """A child that executes ``arguments`` in the work folder. Raises OSError."""
+        return self.fork(-1, env, arguments, None)
+
+    def fork(self, socket_fd: int, env: bytes, arguments: bytes, sock: socket.socket | None) -> Process:
+        ends: list[int] = []
+        try:
+            for _ in range(3):
+                ends += os.pipe()
+            pid = os.fork()
+        except OSError:
+            for fd in ends:
+                os.close(fd)
+            raise
+        stdin_r, stdin_w, out_r, out_w, err_r, err_w = ends
+        if pid == 0:
+            try:
+                become_program((stdin_r, out_w, err_w), socket_fd, self.workdir)
+                if sock is not None:
+                    sock.detach()  # its number is closed or is another's by now
+                    interpret(self.touch)
+                else:
+                    execute(env, arguments)
+            finally:
+                os._exit(EXIT_LOST)
+        for fd in (stdin_r, out_w, err_w):
+            os.close(fd)
+        for fd in (stdin_w, out_r, err_r):
+            os.set_blocking(fd, False)
+        return Process(pid, stdin_w, out_r, err_r, sock)
+
+    # --- files of the work folder
+
+    def reply(self, header: dict[str, Any], body: bytes = b"", **fields: object) -> None:
+        self.send(_dumps({"op": "reply", "id": _integer(header, "id"), **fields}), body)
+
+    def reply_error(self, header: dict[str, Any], error: OSError) -> None:
+        code = error.errno or errno.EIO
+        self.reply(header, error=code, message=error.strerror or os.strerror(code))
+
+    def on_write(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, data = _split_path(header, body)
+            write_file(self.workdir, path, _integer(header, "offset"), data)
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            self.reply(header)
+
+    def on_read(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, _ = _split_path(header, body)
+            length = min(_integer(header, "length"), BODY_MAX)
+            data, size = read_file(self.workdir, path, _integer(header, "offset"), length)
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            self.reply(header, data, size=size)
+
+    def on_list(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            listing, truncated = list_files(self.workdir, min(_integer(header, "count"), LIST_COUNT_MAX))
+        except OSError as error:
+            self.reply_error(header, error)
+            return
+        for start in range(0, max(len(listing), 1), BODY_MAX):
+            end = start + BODY_MAX
+            self.reply(header, listing[start:end], more=end < len(listing), truncated=truncated)
+
+    def on_remove(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, _ = _split_path(header, body)
+            remove(self.workdir, path)
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            self.reply(header)
+
+
+def serve(read_fd: int, write_fd: int, workdir: str, *, touch: bool = False) -> NoReturn:
+    """Be the agent on this stream until it ends, then end the process.
+
+    ``read_fd`` and ``write_fd`` may be one socket. ``workdir`` is the programs' folder, which must exist. ``touch``
+    has the waiting interpreter run a trivial snippet first, so that a later program does not pay for page faults.
+    """
+    agent: Agent | None = None
+    message = b""
+    try:
+        agent = Agent(read_fd, write_fd, workdir, touch)
+        agent.run()
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
+    finally:
+        _end(agent, write_fd, message)
+
+
+def _end(agent: Agent | None, write_fd: int, message: bytes) -> NoReturn:
+    """Kill all that is ours, say why if there is a reason, and exit."""
+    try:
+        if os.getpid() == 1:
+            os.kill(-1, signal.SIGKILL)
+        elif agent is not None:
+            for process in (agent.interpreter, agent.exec.process if agent.exec else None):
+                if process is not None:
+                    process.kill()
+        if message:
+            header = _dumps({"op": "fatal", "message": message.decode("utf-8", "replace")})
+            os.write(write_fd, FRAME.pack(len(header), 0) + header)  # non-blocking, or there was no agent
+    except OSError:
+        pass
+    finally:
+        os._exit(EXIT_LOST if message else 0)
+
+
+def main() -> NoReturn:
+    """``agent.py [--fd N] [--workdir DIR] [--touch]``: the stream is one socket N, or descriptors 0 and 1."""
+    read_fd, write_fd, workdir, touch = 0, 1, os.getcwd(), False
+    arguments = sys.argv[1:]
+    while arguments:
+        option = arguments.pop(0)
+        if option == "--fd" and arguments:
+            read_fd = write_fd = int(arguments.pop(0))
+        elif option == "--workdir" and arguments:
+            workdir = arguments.pop(0)
+        elif option == "--touch":
+            touch = True
+        else:
+            sys.exit(f"usage: {main.__doc__}")
+    if read_fd != 0:
+        os.set_inheritable(read_fd, False)
+    serve(read_fd, write_fd, workdir, touch=touch)
+
+
+def _wake_only(number: int, frame: object) -> None:
+    """The wake-up descriptor has done the work."""
+
+
+def _fill_low_descriptors() -> None:
+    """Occupy 0 to 3, which a child's own pipes will take, so that none of ours lies there."""
+    while (fd := os.open("/", os.O_PATH | os.O_CLOEXEC)) < 4:
+        pass
+    os.close(fd)
+
+
+def _integer(header: dict[str, Any], name: str) -> int:
+    value = header.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ProtocolError(f"{name} is not a number")
+    return value
+
+
+def _json_bool(value: bool) -> bytes:
+    return b"true" if value else b"false"
+
+
+def _dumps(header: dict[str, object]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _split_path(header: dict[str, Any], body: bytes) -> tuple[list[bytes], bytes]:
+    """The path's components and the rest of the body. Raises OSError for a path that is not plainly relative."""
+    length = _integer(header, "path_bytes")
+    parts = body[:length].split(b"/")
+    if length > len(body) or any(p in (b"", b".", b"..") or b"\0" in p for p in parts):
+        raise OSError(errno.EINVAL, "not a relative path inside the work folder")
+    return parts, body[length:]
+
+
+if sys.platform == "linux":
+    _prctl = ctypes.CDLL(None, use_errno=True).prctl
+    _prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+
+    def make_undumpable() -> None:
+        """Shut our memory and descriptors to other processes of our user. Raises OSError."""
+        _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        if _prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 0:
+            raise OSError(errno.EPERM, "prctl PR_SET_DUMPABLE has no effect")
+
+    def make_dumpable() -> None:
+        """A program may debug itself and its children, as anywhere."""
+        _prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+    def adopt_orphans() -> None:
+        """Where we are not PID 1, orphans still become our children, so that they are reaped."""
+        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+else:
+
+    def make_undumpable() -> None: ...
+
+    def make_dumpable() -> None: ...
+
+    def adopt_orphans() -> None: ...
+
+
+# --- files, resolved component by component from a descriptor, following no link -------------------------------------
+
+
+def open_folder(workdir: int, parts: list[bytes], create: bool = False) -> int:
+    """A descriptor of the folder ``parts`` below ``workdir``. Raises OSError."""
+    fd = os.dup(workdir)
+    for part in parts:
+        try:
+            if create:
+                try:
+                    os.mkdir(part, 0o755, dir_fd=fd)
+                except FileExistsError:
+                    pass
+            below = os.open(part, _FOLDER, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def _open_regular(name: bytes, flags: int, folder: int) -> int:
+    """Open a regular file: a FIFO does not block it, a device or link is refused. Raises OSError."""
+    fd = os.open(name, flags | _REGULAR, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
+
+
+def write_file(workdir: int, path: list[bytes], offset: int, data: bytes) -> None:
+    """Write a piece; at offset 0 the file is made anew, whatever had its name. Raises OSError."""
+    folder = open_folder(workdir, path[:-1], create=True)
+    name = path[-1]
+    try:
+        if offset == 0:
+            try:
+                os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(name, flags, 0o644, dir_fd=folder)
+        else:
+            fd = _open_regular(name, os.O_WRONLY, folder)
+        try:
+            view = memoryview(data)
+            while view:
+                written = os.pwrite(fd, view, offset)
+                offset += written
+                view = view[written:]
+        except OSError:
+            os.unlink(name, dir_fd=folder)  # rather no file than a part of one
+            raise
+        finally:
+            os.close(fd)
+    finally:
+        os.close(folder)
+
+
+def read_file(workdir: int, path: list[bytes], offset: int, length: int) -> tuple[bytes, int]:
+    """At most ``length`` bytes from ``offset``, and the file's size. Raises OSError."""
+    folder = open_folder(workdir, path[:-1])
+    try:
+        fd = _open_regular(path[-1], os.O_RDONLY, folder)
+    finally:
+        os.close(folder)
+    try:
+        return os.pread(fd, length, offset), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def list_files(workdir: int, count: int) -> tuple[bytes, bool]:
+    """At most ``count`` entries as ``kind size SPACE path NUL``, and whether there was more. Raises OSError."""
+    out = bytearray()
+    entries = 0
+    truncated = False
+    folders: list[list[bytes]] = [[]]
+    while folders:
+        parts = folders.pop()
+        try:
+            fd = open_folder(workdir, parts)
+        except OSError:
+            continue  # gone or unreadable meanwhile; it is listed by its name already
+        try:
+            with os.scandir(fd) as names:
+                for entry in names:
+                    if entries >= count or len(out) >= LIST_BYTES_MAX:
+                        return bytes(out), True
+                    try:
+                        info = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue
+                    inner = [*parts, os.fsencode(entry.name)]
+                    kind = b"f" if stat.S_ISREG(info.st_mode) else b"d" if stat.S_ISDIR(info.st_mode) else b"o"
+                    out += b"%b%d %b\0" % (kind, info.st_size, b"/".join(inner))
+                    entries += 1
+                    if kind == b"d":
+                        if len(inner) < LIST_DEPTH_MAX:
+                            folders.append(inner)
+                        else:
+                            truncated = True
+        finally:
+            os.close(fd)
+    return bytes(out), truncated
+
+
+def remove(workdir: int, path: list[bytes]) -> None:
+    """Remove a file or a tree of any depth with two descriptors: what is nested is moved up first. Raises OSError."""
+    parent = open_folder(workdir, path[:-1])
+    try:
+        if _removed(path[-1], parent):
+            return
+        pending = [path[-1]]
+        steps = 0
+        while pending:
+            fd = os.open(pending[-1], _FOLDER, dir_fd=parent)
+            deeper = False
+            try:
+                with os.scandir(fd) as names:
+                    for entry in names:
+                        steps += 1
+                        if steps > REMOVE_STEPS_MAX:
+                            raise OSError(errno.EBUSY, "the folder keeps being filled")
+                        if not _removed(os.fsencode(entry.name), fd):
+                            up = b".removed-%d-%d" % (os.getpid(), steps)
+                            os.rename(entry.name, up, src_dir_fd=fd, dst_dir_fd=parent)
+                            pending.insert(-1, up)
+                            deeper = True
+            finally:
+                os.close(fd)
+            try:
+                os.rmdir(pending[-1], dir_fd=parent)
+            except OSError as error:
+                # Something was added, or the entries moved while we read them: look again.
+                steps += 1
+                if error.errno != errno.ENOTEMPTY or (not deeper and steps > REMOVE_STEPS_MAX):
+                    raise
+            else:
+                pending.pop()
+    finally:
+        os.close(parent)
+
+
+def _removed(name: bytes, folder: int) -> bool:
+    """Remove a file or an empty folder; False if it is a folder that is not empty. Raises OSError."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        try:
+            os.rmdir(name, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            return False
+    return True
+
+
+# --- in the forked child ---------------------------------------------------------------------------------------------
+
+
+def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int) -> None:
+    """Leave the agent behind: its session, signals, descriptors and protection."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until a program is there to be interrupted
+    os.setsid()
+    os.fchdir(workdir)
+    os.umask(0o022)
+    for number, fd in enumerate(pipes):
+        os.dup2(fd, number)
+    if socket_fd >= 0:
+        os.dup2(socket_fd, 3, inheritable=False)
+    os.closerange(4 if socket_fd >= 0 else 3, max(os.sysconf("SC_OPEN_MAX"), 1024))
+    make_dumpable()
+    try:  # so that the kernel's choice under memory pressure is the program and never the agent
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"1000")
+        finally:
+            os.close(fd)
+    except OSError:
+        pass
+
+
+def execute(env: bytes, arguments: bytes) -> NoReturn:
+    """Become the command; 127 if it is not found, 126 if it cannot be started, as a shell says."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python ignores the first two for itself
+        signal.signal(number, signal.SIG_DFL)
+    argv = arguments.split(b"\0")[:-1]
+    try:
+        os.execvpe(argv[0], argv, _environment(env))
+    except (OSError, ValueError, IndexError) as error:
+        code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        os.write(2, b"%b: %b\n" % (argv[0] if argv else b"", reason.encode()))
+        os._exit(code)
+
+
+def interpret(touch: bool) -> NoReturn:
+    """Be the interpreter: run the programs that come over descriptor 3."""
+    main_module = fresh_interpreter()
+    namespace = main_module.__dict__
+    if touch:
+        _touch()
+    private = socket.socket(fileno=3)
+    pid = os.getpid()
+    handler: Any = signal.default_int_handler
+    first = True
+    while True:
+        number, last, name, env, code, stdin_fd = _receive(private)
+        if stdin_fd >= 0:
+            os.dup2(stdin_fd, 0)
+            os.close(stdin_fd)
+            sys.stdin = _open_stdin()
+        if first:  # later, what the program itself put there stays
+            first = False
+            os.environb.update(_environment(env))
+            if "TZ" in os.environ:
+                time.tzset()
+        if last:
+            private.close()
+        try:
+            status = run_code(code, name, namespace, handler)
+            handler = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:  # it came between the program's end and ours
+            status = EXIT_INTERRUPTED
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if last or os.getpid() != pid:  # a fork of the program's own that ran to the program's end
+            os._exit(finalize(status, namespace))
+        _flush_standard_streams()
+        private.sendall(DONE.pack(b"fh", number, status))
+
+
+def _receive(private: socket.socket) -> tuple[int, bool, str, bytes, bytes, int]:
+    """The next request and its new stdin (or -1). Ends the process when the agent is gone."""
+    data, rights, _, _ = private.recvmsg(PIECE, socket.CMSG_SPACE(4))
+    got = bytearray(data)
+    stdin_fd = struct.unpack("i", rights[0][2][:4])[0] if rights else -1
+    size = REQUEST.size
+    known = False
+    while len(got) < size or not known:
+        if len(got) >= REQUEST.size and not known:
+            number, last, name_bytes, env_bytes, code_bytes = REQUEST.unpack_from(got)
+            size += name_bytes + env_bytes + code_bytes
+            known = True
+            continue
+        more = private.recv(min(size - len(got), 1 << 20)) if data else b""
+        if not more:
+            os._exit(0)
+        got += more
+    name_end = REQUEST.size + name_bytes
+    env_end = name_end + env_bytes
+    name = got[REQUEST.size : name_end].decode()
+    return number, bool(last), name, bytes(got[name_end:env_end]), bytes(got[env_end:]), stdin_fd
+
+
+def _environment(block: bytes) -> dict[bytes, bytes]:
+    items = (item.partition(b"=") for item in block.split(b"\0") if item)
+    return {name: value for name, _, value in items}
+
+
+def fresh_interpreter() -> types.ModuleType:
+    """Make this process look like an interpreter that has just started; its ``__main__``."""
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__builtins__=builtins, __annotations__={})
+    for name in list(sys.modules):
+        module = sys.modules[name]
+        if name.partition(".")[0] == "fumehood" or getattr(module, "__dict__", None) is globals():
+            del sys.modules[name]
+    sys.modules["__main__"] = main_module
+    sys.argv = [""]
+    sys.orig_argv[:] = [os.path.basename(sys.executable or "python3")]
+    if sys.path[:1] != [""]:
+        sys.path.insert(0, "")
+    sys.stdin = sys.__stdin__ = _open_stdin()  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _open_output(1, "<stdout>", "surrogateescape", line_buffering=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open_output(2, "<stderr>", "backslashreplace", line_buffering=True)  # type: ignore[misc]
+    os.environ.clear()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # os.fork() has reseeded ``random``; numpy's global generator knows nothing of forks
+        numpy_random.seed()
+    gc.enable()
+    return main_module
+
+
+def _open_stdin() -> io.TextIOWrapper:
+    """Standard input as CPython opens a pipe under C.UTF-8."""
+    raw = io.FileIO(0, "r", closefd=False)
+    raw.name = "<stdin>"
+    stream = io.TextIOWrapper(io.BufferedReader(raw), "utf-8", "surrogateescape")
+    stream.mode = "r"  # type: ignore[misc]
+    return stream
+
+
+def _open_output(fd: int, name: str, errors: str, line_buffering: bool) -> io.TextIOWrapper:
+    """Standard output or error as CPython opens a pipe under C.UTF-8."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = name
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors, newline="\n", line_buffering=line_buffering)
+    stream.mode = "w"  # type: ignore[misc]
+    return stream
+
+
+def restore_site_builtins() -> None:
+    """``exit``, ``quit`` and ``help``, which ``-S`` leaves out and programs use."""
+    if not hasattr(builtins, "exit"):
+        import _sitebuiltins
+
+        builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
+        builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
+        builtins.help = _sitebuiltins._Helper()
+
+
+def _touch() -> None:
+    """Fault in the pages that every program needs."""
+    namespace: dict[str, object] = {"__builtins__": builtins, "out": io.TextIOWrapper(io.BytesIO(), "utf-8")}
+    code = b"import sys\nprint(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]}, file=out, flush=True)\n"
+    run_code(code, "<touch>", namespace, signal.SIG_IGN)
+    linecache.cache.pop("<touch>", None)
+
+
+def run_code(source: bytes, name: str, namespace: dict[str, Any], handler: Any) -> int:
+    """Compile and run a program as ``name``; its exit code. Only BaseException of our own making gets out."""
+    lines = source.decode("utf-8", "replace").splitlines(True)
+    linecache.cache[name] = (len(source), None, lines, name)
+    try:
+        signal.signal(signal.SIGINT, handler)
+        exec(compile(source, name, "exec", 0, True), namespace)
+    except SystemExit as end:
+        return _exit_code(end)
+    except BaseException as error:
+        show(error)
+        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _exit_code(end: SystemExit) -> int:
+    """What CPython makes of ``SystemExit.code``: None, a number, or a message for stderr and 1."""
+    value = end.code
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        # A number that a C int does not hold becomes -1, and the kernel keeps the low eight bits.
+        return value & 0xFF if -(1 << 31) <= value < 1 << 31 else 0xFF
+    try:
+        print(value, file=sys.stderr)
+    except BaseException:
+        pass
+    return 1
+
+
+def show(error: BaseException) -> None:
+    """Print an uncaught exception as the interpreter would, from the program's first line on."""
+    trace = error.__traceback__
+    error.__traceback__ = trace = trace.tb_next if trace is not None else None
+    try:
+        if sys.excepthook is sys.__excepthook__:
+            # The built-in hook, written in C, looks for source in files only, and ours is in linecache.
+            traceback.print_exception(error)
+        else:
+            sys.excepthook(type(error), error, trace)
+    except BaseException:
+        try:
+            os.write(2, b"Error in sys.excepthook\n")
+        except OSError:
+            pass
+
+
+def finalize(status: int, namespace: dict[str, Any]) -> int:
+    """End as CPython does: threads, atexit, streams, then the program's objects; the final exit status."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        _attempt(threading._shutdown)
+    _attempt(atexit._run_exitfuncs)
+    flushed = _flush_standard_streams()
+    _attempt(lambda: _drop_objects(namespace))
+    return status if _flush_standard_streams() and flushed else EXIT_FLUSH_FAILED
+
+
+def _attempt(step: Any) -> None:
+    try:
+        step()
+    except SystemExit:
+        pass
+    except BaseException:
+        _attempt_print()
+
+
+def _attempt_print() -> None:
+    try:
+        traceback.print_exc()
+    except BaseException:
+        pass
+
+
+def _drop_objects(namespace: dict[str, Any]) -> None:
+    """Let go of the program's objects, so that finalizers run and files left open are written.
+
+    The order is CPython's (finalize_modules): names with one underscore first, then the rest but ``__builtins__``.
+    """
+    names = list(namespace)
+    for name in names:
+        if name[:1] == "_" and name[1:2] != "_":
+            namespace[name] = None
+    for name in names:
+        if name != "__builtins__":
+            namespace[name] = None
+    gc.collect()
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for thing in gc.get_objects():  # kept alive by a module that will not be torn down
+        if type(thing) in kinds and thing is not sys.stdout and thing is not sys.stderr:
+            try:
+                thing.flush()
+            except (OSError, ValueError):
+                pass
+
+
+def _flush_standard_streams() -> bool:
+    done = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            done = False
+    return done
+
+
+if __name__ == "__main__":
+    main()

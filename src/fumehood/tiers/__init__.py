@@ -1,0 +1,1 @@
+"""One module or package per tier. Nothing is imported here: a tier is loaded when it is asked for."""

@@ -1,0 +1,277 @@
+"""The supervisor's end of the zygote: start it, ask it for sandboxes, notice when it dies or misbehaves.
+
+The zygote runs nobody's code, yet what comes from it is checked like a guest's word: a message that is not of the
+expected form, or none in time, means that it is lost, and a lost zygote is killed and never asked again.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fumehood
+from fumehood.errors import StartError, UnavailableError
+from fumehood.linux import process
+from fumehood.tiers.jail import runtime
+
+_PACKAGE = Path(fumehood.__file__).parent
+_LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
+_ZYGOTE = f"{runtime.CODE_HOME}/fumehood/tiers/jail/zygote.py"
+_MESSAGE_MAX = 1 << 18
+_START_TIMEOUT_S = 60.0  # imports of everything that is preloaded included
+_SPAWN_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
+
+#: Host ids for root's sandboxes: systemd's table of id ranges leaves 0x70000000 and up unused
+#: (https://systemd.io/UIDS-GIDS/). Each zygote takes a block of 65536 at random, each sandbox one id of the block.
+_UID_FIRST = 0x70000000
+_UID_BLOCKS = 0x0FFE
+IDS_PER_BLOCK = 65536
+
+#: What the zygote's self-test asks for: the least that exercises every step.
+_SELF_TEST = {"id": 0, "disk_bytes": 1 << 20, "files": 64, "rlimits": {"CORE": 0, "NOFILE": 64}, "uid": 0}
+
+
+class ZygoteLostError(StartError):
+    """The zygote died or broke the protocol before the sandbox existed; another may be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A sandbox's first process, waiting for the word to go on."""
+
+    ident: int
+    pid: int
+    pidfd: int
+    host_uid: int  # as the host counts it
+
+
+class Zygote:
+    """One zygote process and the requests under way. Belongs to the event loop it was attached to."""
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], control: socket.socket, ready: dict[str, Any], base: int
+    ) -> None:
+        self._child = child
+        self._control = control
+        self._base = base
+        self._next = 1
+        self._spawning: dict[int, asyncio.Future[int]] = {}
+        self._exits: dict[int, asyncio.Future[float]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.seccomp = str(ready.get("seccomp", ""))
+        self.landlock = str(ready.get("landlock", ""))
+        self.lost = False
+        self.pid = child.pid
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to listen. Call once, in ``loop``."""
+        self._loop = loop
+        self._control.setblocking(False)
+        loop.add_reader(self._control, self._listen)
+
+    def request(self, channel: socket.socket, *, disk_bytes: int, files: int, rlimits: dict[str, int]) -> Request:
+        """Ask for a sandbox whose agent talks through ``channel``. The message is sent at once; await the answer."""
+        if self.lost or self._loop is None:
+            raise ZygoteLostError("the zygote is gone", tier="jail")
+        ident = self._next
+        self._next += 1
+        inner_uid = 1 + ident % (IDS_PER_BLOCK - 1) if self._base else 0
+        message = {"id": ident, "disk_bytes": disk_bytes, "files": files, "rlimits": rlimits, "uid": inner_uid}
+        future: asyncio.Future[int] = self._loop.create_future()
+        self._spawning[ident] = future
+        self._exits[ident] = self._loop.create_future()
+        rights = array.array("i", [channel.fileno()])
+        try:
+            self._control.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except OSError as error:
+            self._lose(f"the zygote takes no requests: {error}")
+        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future)
+
+    async def exited(self, ident: int) -> float | None:
+        """CPU seconds that a dead sandbox used, all its processes together; None if the zygote died first."""
+        future = self._exits.get(ident)
+        if future is None:
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), 1.0)
+        except (TimeoutError, StartError):
+            return None
+
+    def forget(self, ident: int) -> None:
+        """No more is asked about this sandbox."""
+        future = self._exits.pop(ident, None)
+        if future is not None and not future.done():
+            future.cancel()
+
+    def _listen(self) -> None:
+        fds: list[int] = []
+        try:
+            data, ancillary, flags, _ = self._control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4 * 4))
+            for level, kind, raw in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds += array.array("i", raw[: len(raw) - len(raw) % 4])
+            if not data:
+                raise ValueError("it exited")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ValueError("it sent an oversized message")
+            self._take(json.loads(data), fds)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            for fd in fds:
+                os.close(fd)
+            self._lose(f"the zygote is lost: {error}")
+
+    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        ident = message["id"]
+        if "exited" in message:
+            future = self._exits.get(ident)
+            if future is not None and not future.done():
+                future.set_result(float(message["cpu_s"]))
+            if fds:
+                raise ValueError("it sent a descriptor unasked")
+            return
+        waiting = self._spawning.pop(ident)
+        if "error" in message:
+            if not waiting.done():
+                waiting.set_exception(StartError(str(message["error"])[:500], tier="jail"))
+        elif len(fds) != 1:
+            raise ValueError("it sent no pidfd")
+        elif waiting.done():
+            process.kill_pidfd(fds[0])  # the caller gave up waiting
+            os.close(fds[0])
+        else:
+            waiting.set_result(fds[0])
+
+    def _lose(self, reason: str) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._control)
+        self._control.close()
+        with contextlib.suppress(OSError):
+            self._child.kill()
+        for future in self._spawning.values():
+            if not future.done():
+                future.set_exception(ZygoteLostError(reason, tier="jail"))
+        self._spawning.clear()
+        for exit_ in self._exits.values():
+            if not exit_.done():
+                exit_.cancel()
+        self._exits.clear()
+
+    def close(self) -> None:
+        """Kill the zygote and with it every sandbox it made; wait until it is gone. Blocks, idempotent."""
+        self._lose("the tier is closed")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_STOP_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class Request:
+    """A sandbox that was asked for."""
+
+    zygote: Zygote
+    ident: int
+    host_uid: int
+    future: asyncio.Future[int]
+
+    async def answer(self) -> Spawned:
+        """The sandbox. Raises ZygoteLostError, StartError; a sandbox that comes too late is killed."""
+        try:
+            async with asyncio.timeout(_SPAWN_TIMEOUT_S):
+                pidfd = await self.future
+        except TimeoutError:
+            self.zygote._lose("the zygote did not answer in time")
+            raise ZygoteLostError("the zygote did not answer in time", tier="jail") from None
+        try:
+            pid = process.pid_of_pidfd(pidfd)
+        except OSError as error:
+            os.close(pidfd)
+            raise StartError(f"the sandbox died at once: {error}", tier="jail") from None
+        return Spawned(self.ident, pid, pidfd, self.host_uid)
+
+
+def start(
+    *,
+    site_packages: str | None = None,
+    preload: tuple[str, ...] = (),
+    mounts: tuple[tuple[str, str], ...] = (),
+    disabled: frozenset[str] = frozenset(),
+) -> Zygote:
+    """Start a zygote and wait until it has proved that it can seal a sandbox. Blocks for 50 ms and more.
+
+    Raises UnavailableError with the step that this host refused; nothing is left running then.
+    """
+    as_root = os.geteuid() == 0
+    base = _UID_FIRST + random.SystemRandom().randrange(_UID_BLOCKS) * IDS_PER_BLOCK if as_root else 0
+    root = runtime.describe_root(
+        site_packages=site_packages, mounts=list(mounts), read_only="read_only" not in disabled
+    )
+    copies = [(str(_PACKAGE / name), f"{runtime.CODE_HOME}/fumehood/{name}") for name in runtime.INSIDE]
+    rootfs = asdict(root)
+    rootfs["copies"] += copies
+    env = dict(os.environ) if "environment" in disabled else {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **root.env}
+    plan = {
+        "root": as_root,
+        "uid_base": base,
+        "rootfs": rootfs,
+        "argv": [runtime.PYTHON, "-I", "-S", "-B", _ZYGOTE],
+        "env": env,
+        "disabled": sorted(disabled),
+    }
+    config = {
+        "site_packages": next(path for path in root.folders if path.endswith("site-packages")),
+        "prefix": runtime.ENVIRONMENT_HOME,
+        "preload": list(preload),
+        "disabled": sorted(disabled),
+        "self_test": {**_SELF_TEST, "uid": 1 if as_root else 0},
+    }
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            child = subprocess.Popen(
+                [runtime.base_python(), "-I", "-S", "-B", str(_LAUNCHER), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env if "environment" in disabled else {},
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except OSError as error:
+        ours.close()
+        raise UnavailableError(f"cannot start {runtime.base_python()}: {error}", tier="jail") from None
+    try:
+        ours.settimeout(_START_TIMEOUT_S)
+        ours.send(json.dumps(plan).encode())
+        ours.send(json.dumps(config).encode())
+        answer = ours.recv(_MESSAGE_MAX)
+        ready = json.loads(answer) if answer else {"error": "the launcher died without a word"}
+        if not isinstance(ready, dict) or "ready" not in ready:
+            raise UnavailableError(str(ready.get("error", "the launcher did not answer"))[:2000], tier="jail")
+        return Zygote(child, ours, ready, base)
+    except (OSError, ValueError) as error:
+        _discard(child, ours)
+        raise UnavailableError(f"the zygote did not start: {error}", tier="jail") from None
+    except BaseException:
+        _discard(child, ours)
+        raise
+
+
+def _discard(child: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    child.kill()
+    child.wait()

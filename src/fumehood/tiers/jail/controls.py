@@ -1,0 +1,191 @@
+"""The controls of the jail, in the order in which a sandbox's first process puts itself under them.
+
+Each control is a function of the :class:`Box` that it seals, registered with its name and mechanism, so that the list
+of what the jail enforces is read off the code (:data:`NAMES`). A control whose name is in ``box.disabled`` is skipped:
+that set comes from a constructor argument of the tier that only the attack suite's mutation uses.
+
+Runs inside the zygote: every import here is memory in each sandbox.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+
+from fumehood.linux import capabilities, landlock, seccomp
+from fumehood.linux.libc import mount, unshare
+from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, tmpfs
+from fumehood.linux.namespaces import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+UID = 1000  # inside; maps to one unprivileged host id
+CHANNEL_FD = 3
+WORK = "/work"
+HOSTNAME = "sandbox"
+
+_WORK_FLAGS = MS_NOSUID | MS_NODEV
+
+#: Namespaces that the clone itself makes. The network namespace comes from the zygote's stock, the cgroup namespace is
+#: made once the process stands in its cgroup.
+CLONED = {
+    "user_ns": CLONE_NEWUSER,
+    "mount_ns": CLONE_NEWNS,
+    "pid_ns": CLONE_NEWPID,
+    "ipc_ns": CLONE_NEWIPC,
+    "uts_ns": CLONE_NEWUTS,
+}
+
+
+class Box:
+    """What one sandbox is to be held to, and what was done."""
+
+    def __init__(self, request: dict[str, Any], config: dict[str, Any]) -> None:
+        self.disk_bytes: int = request["disk_bytes"]
+        self.files: int = request["files"]
+        self.rlimits: dict[str, int] = request["rlimits"]  # name of a resource constant without RLIMIT_ -> value
+        self.host_uid: int = request["uid"]  # as the zygote's user namespace numbers it
+        self.last_capability: int = config["last_capability"]
+        self.landlock_abi: int = config["landlock_abi"]
+        self.seal_filter: bytes = config["seal_filter"]
+        self.disabled: frozenset[str] = config["disabled"]
+        self.work_fd = -1
+        self.report: dict[str, Any] = {}
+
+    def clone_flags(self) -> int:
+        """Flags for clone3: the namespaces that are not switched off."""
+        flags = 0
+        for name, flag in CLONED.items():
+            if name not in self.disabled:
+                flags |= flag
+        return flags
+
+
+SEAL: list[tuple[str, str, Callable[[Box], None]]] = []
+
+
+def _control(name: str, mechanism: str) -> Callable[[Callable[[Box], None]], Callable[[Box], None]]:
+    def register(apply: Callable[[Box], None]) -> Callable[[Box], None]:
+        SEAL.append((name, mechanism, apply))
+        return apply
+
+    return register
+
+
+@_control("descriptors", "close_range(2)")
+def _descriptors(box: Box) -> None:
+    os.closerange(CHANNEL_FD + 1, 1 << 30)
+
+
+@_control("session", "setsid(2)")
+def _session(box: Box) -> None:
+    os.setsid()
+
+
+@_control("uid", "setresuid(2) to one mapped id")
+def _uid(box: Box) -> None:
+    os.setresgid(UID, UID, UID)
+    os.setresuid(UID, UID, UID)
+
+
+@_control("cgroup_ns", "unshare(2)")
+def _cgroup_ns(box: Box) -> None:
+    unshare(CLONE_NEWCGROUP)
+
+
+@_control("hostname", "sethostname(2)")
+def _hostname(box: Box) -> None:
+    if "uts_ns" not in box.disabled:
+        socket.sethostname(HOSTNAME)
+
+
+@_control("disk", "tmpfs size= and nr_inodes=")
+def _disk(box: Box) -> None:
+    # One tmpfs holds /work, /tmp and /dev/shm, so that one number bounds all that can be written.
+    tmpfs("/tmp", size_bytes=box.disk_bytes, inodes=box.files + 4, mode="755", flags=_WORK_FLAGS, owner=UID)
+    for name, target in (("work", WORK), ("shm", "/dev/shm"), ("tmp", "/tmp")):
+        os.mkdir(f"/tmp/{name}", 0o700)
+        mount(f"/tmp/{name}", target, None, MS_BIND)
+    os.chdir(WORK)
+    box.work_fd = os.open(WORK, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@_control("proc", "proc subset=pid")
+def _proc(box: Box) -> None:
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=invisible")
+
+
+@_control("rlimits", "setrlimit(2)")
+def _rlimits(box: Box) -> None:
+    for name, value in box.rlimits.items():
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+
+
+@_control("capabilities", "capset(2) and PR_CAPBSET_DROP")
+def _capabilities(box: Box) -> None:
+    capabilities.drop_all(box.last_capability)
+
+
+@_control("no_new_privs", "PR_SET_NO_NEW_PRIVS")
+def _no_new_privs(box: Box) -> None:
+    capabilities.no_new_privs()
+
+
+@_control("landlock", "Landlock")
+def _landlock(box: Box) -> None:
+    if box.landlock_abi == 0:
+        return  # not in this kernel: the receipt says so
+    ruleset = landlock.jail_ruleset(["/"], [WORK, "/tmp", "/dev/shm"], ["/dev"], box.landlock_abi)
+    landlock.restrict(ruleset)
+    os.close(ruleset)
+    box.report["landlock"] = box.landlock_abi
+
+
+@_control("seccomp", "seccomp filter")
+def _seccomp(box: Box) -> None:
+    seccomp.load(box.seal_filter)
+
+
+#: Controls that the launcher or the supervisor puts in place around the sandbox, with their mechanism.
+AROUND = {
+    "environment": "execve(2) with an environment of its own",
+    "net_ns": "network namespace without a device that is up",
+    "read_only": "mount_setattr(2) recursively read-only",
+    "memory": "memory cgroup",
+    "pids": "pids cgroup",
+    "cpu": "cpu cgroup",
+}
+
+#: Every control of the jail, by name.
+NAMES = (*AROUND, *CLONED, *(name for name, _, _ in SEAL))
+
+#: Name -> mechanism, for receipts.
+MECHANISMS = {
+    **AROUND,
+    **{name: "clone3(2)" for name in CLONED},
+    **{name: mechanism for name, mechanism, _ in SEAL},
+}
+
+
+def seal(box: Box) -> None:
+    """Put this process under every control, in order. Raises OSError at the first that the kernel refuses."""
+    for name, _, apply in SEAL:
+        if name not in box.disabled:
+            try:
+                apply(box)
+            except OSError as error:
+                raise OSError(error.errno, f"{name}: {error}") from None
+    box.report["rlimits"] = {
+        name: list(resource.getrlimit(getattr(resource, "RLIMIT_" + name))) for name in box.rlimits
+    }

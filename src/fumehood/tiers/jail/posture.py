@@ -1,0 +1,164 @@
+"""What a sealed sandbox is really held to, read from outside and turned into its receipt.
+
+The supervisor reads /proc and the cgroup of the sandbox's first process after it has sealed itself and before the
+first byte of a program. A value that is not what was asked for is an error: nothing runs then.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from fumehood.errors import StartError
+from fumehood.linux import process
+from fumehood.model import Boundary, Control, Held, Policy, Receipt
+from fumehood.tiers.jail.controls import CLONED, MECHANISMS, WORK
+
+#: Where the sandbox may write; the same three folders of one tmpfs.
+WRITABLE = frozenset((WORK, "/tmp", "/dev/shm"))
+_FILTERS = 2
+_NAMESPACE_OF = {
+    "user_ns": "user",
+    "mount_ns": "mnt",
+    "pid_ns": "pid",
+    "ipc_ns": "ipc",
+    "uts_ns": "uts",
+    "net_ns": "net",
+    "cgroup_ns": "cgroup",
+}
+
+
+@lru_cache(maxsize=1)
+def _own_namespaces() -> dict[str, int]:
+    return process.namespaces(os.getpid())
+
+
+class Reading:
+    """Collects controls and, at the end, refuses if any was not what it should be."""
+
+    def __init__(self, disabled: frozenset[str]) -> None:
+        self.controls: list[Control] = []
+        self.wrong: list[str] = []
+        self._disabled = disabled
+
+    def take(self, name: str, good: bool, value: object, held: Held = Held.HARD, mechanism: str = "") -> None:
+        """One control as read back."""
+        if name in self._disabled:
+            self.controls.append(Control(name, Held.OFF, "switched off by a test", str(value)))
+            return
+        if not good:
+            self.wrong.append(f"{name} is {value}")
+        self.controls.append(Control(name, held, mechanism or MECHANISMS[name], str(value)))
+
+
+def read_back(
+    pid: int,
+    *,
+    host_uid: int,
+    policy: Policy,
+    rlimits: dict[str, int],
+    report: dict[str, object],
+    cgroup: dict[str, int | float | None],
+    hard: tuple[str, ...],
+    seccomp: str,
+    landlock: str,
+    disabled: frozenset[str],
+    notes: tuple[str, ...],
+) -> Receipt:
+    """The receipt of the sandbox whose first process is ``pid``. Raises StartError naming every wrong value.
+
+    ``report`` is what that process said of itself before any program ran: its rlimits and Landlock ABI, the two
+    things that /proc does not show or shows only rounded.
+    """
+    reading = Reading(disabled)
+    try:
+        _namespaces(reading, pid)
+        _credentials(reading, pid, host_uid, seccomp)
+        _mounts(reading, pid, policy)
+    except OSError as error:
+        raise StartError(f"cannot read back what is enforced: {error}", tier="jail") from None
+    reading.take("rlimits", report.get("rlimits") == {k: [v, v] for k, v in rlimits.items()}, _listed(rlimits))
+    abi = report.get("landlock", 0)
+    reading.take("landlock", True, landlock, Held.HARD if abi else Held.OFF)
+    for name in ("descriptors", "session", "environment", "hostname"):
+        reading.take(name, True, "applied")
+    _limits(reading, policy, cgroup, hard)
+    if reading.wrong:
+        raise StartError(f"not held as asked: {'; '.join(reading.wrong)}", tier="jail")
+    return Receipt("jail", Boundary.KERNEL, tuple(reading.controls), host=_host(), notes=notes)
+
+
+@lru_cache(maxsize=1)
+def _host() -> str:
+    system = os.uname()
+    return f"{system.sysname} {system.release} {system.machine}"
+
+
+def _listed(values: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _namespaces(reading: Reading, pid: int) -> None:
+    own, theirs = _own_namespaces(), process.namespaces(pid)
+    for name, kind in _NAMESPACE_OF.items():
+        mechanism = "clone3(2)" if name in CLONED else ""
+        reading.take(name, theirs[kind] != own[kind], theirs[kind], mechanism=mechanism)
+
+
+def _credentials(reading: Reading, pid: int, host_uid: int, seccomp: str) -> None:
+    status = process.status(pid)
+    reading.take("uid", status["Uid"] == (host_uid,) * 4 == status["Gid"] or _user(status, host_uid), host_uid)
+    sets = [status[key] for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
+    reading.take("capabilities", not any(sets), "none" if not any(sets) else f"{max(sets):x}")
+    reading.take("no_new_privs", status["NoNewPrivs"] == 1, status["NoNewPrivs"])
+    filters = status["Seccomp_filters"]
+    good = status["Seccomp"] == 2 and (filters is None or filters >= _FILTERS)
+    reading.take("seccomp", good, seccomp if good else f"mode {status['Seccomp']}, {filters} filters")
+
+
+def _user(status: process.Status, host_uid: int) -> bool:
+    """Started by an ordinary user, the sandbox is that user outside, in the user's own primary group."""
+    return os.geteuid() != 0 and status["Uid"] == (host_uid,) * 4 and status["Gid"] == (os.getegid(),) * 4
+
+
+def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
+    writable, unsafe, size, proc = [], [], "", ""
+    for mount in process.mounts(pid):
+        if mount.mount_point in WRITABLE:
+            size = next((o for o in mount.super_options if o.startswith("size=")), "")
+        elif mount.fs_type == "proc":
+            proc = ",".join(o for o in mount.super_options if o.startswith(("subset", "hidepid")))
+        elif "ro" not in mount.options:
+            writable.append(mount.mount_point)
+        if "nosuid" not in mount.options:
+            unsafe.append(mount.mount_point)
+    reading.take("read_only", not writable and not unsafe, f"writable: {writable}" if writable else "all but scratch")
+    reading.take("disk", size == f"size={policy.limits.disk_bytes // 1024}k", size or "unbounded")
+    reading.take("proc", "subset=pid" in proc, proc or "the zygote's")
+
+
+def _limits(reading: Reading, policy: Policy, cgroup: dict[str, int | float | None], hard: tuple[str, ...]) -> None:
+    limits = policy.limits
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "memory" in hard:
+        value = cgroup.get("memory_bytes")
+        swap = cgroup.get("swap_bytes", 0)
+        reading.take("memory", value == limits.memory_bytes // page * page and not swap, value)
+    else:
+        reading.take("memory", True, limits.memory_bytes, Held.BEST_EFFORT, "RLIMIT_DATA each, and a poller")
+    if "pids" in hard:
+        reading.take("pids", cgroup.get("pids") == limits.pids + 1, limits.pids)
+    else:
+        reading.take("pids", True, limits.pids, Held.BEST_EFFORT, "RLIMIT_NPROC in its own user namespace")
+    if "cpu" in hard:
+        value = cgroup.get("cpus")
+        reading.take("cpu", value is not None and value <= limits.cpus + 1e-4, value)
+    else:
+        reading.take("cpu", True, limits.cpus, Held.BEST_EFFORT, "CPU affinity")
+    reading.take("cpu_time", True, limits.cpu_s, _counted(hard), "the supervisor reads the count and kills")
+    reading.take("wall", True, limits.wall_s, Held.HARD, "the supervisor's clock and a kill of the PID namespace")
+    reading.take("output", True, limits.output_bytes, Held.HARD, f"bounded reader, {policy.overflow}")
+
+
+def _counted(hard: tuple[str, ...]) -> Held:
+    return Held.HARD if "cpu" in hard else Held.BEST_EFFORT

@@ -1,0 +1,278 @@
+"""The jail as a tier: zygotes by environment, one sandbox per call, and what is held around it from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import platform
+import random
+import socket
+import sys
+import threading
+from functools import lru_cache
+from typing import Any
+
+from fumehood.enclosure import PidfdEnclosure, handshake
+from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
+from fumehood.model import Boundary, Limits, Policy, Receipt
+from fumehood.session import GuestSandbox
+from fumehood.tier import Features, Probe, require
+from fumehood.tiers.jail import client, posture
+from fumehood.tiers.jail.client import Spawned, Zygote, ZygoteLostError
+from fumehood.tiers.jail.hosts import remedy_for
+from fumehood.wire import Channel
+
+_NAMES = itertools.count(1)
+
+FEATURES = Features(
+    boundary=Boundary.KERNEL,
+    summary="namespaces, seccomp, Landlock and cgroups around a forked interpreter; no root, no daemon",
+    live=True,
+    files=True,
+    commands=True,
+    environments=True,
+    mounts=True,
+)
+
+#: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
+Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
+_BARE: Key = (None, (), ())
+
+
+class _Host:
+    """What this process learned about the host, once: the answer of the probe and the zygote it left over."""
+
+    lock = threading.Lock()
+    probe: Probe | None = None
+    spare: Zygote | None = None
+
+
+class JailTier:
+    """Tier ``jail``.
+
+    ``disabled`` switches controls off by name (``controls.NAMES``): for the attack suite's mutation only, it is
+    reachable by no policy and no name. ``cgroups=False`` does without them as on a host that has none.
+    """
+
+    name = "jail"
+    features = FEATURES
+
+    def __init__(self, *, disabled: frozenset[str] = frozenset(), cgroups: bool = True) -> None:
+        self._disabled = disabled
+        self._cgroups = cgroups
+        self._hierarchy: Hierarchy | None = None
+        self._zygotes: dict[Key, Zygote] = {}
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    def probe(self) -> Probe:
+        """Starts a zygote, which seals a throwaway sandbox; the answer is kept for this process."""
+        with _Host.lock:
+            if _Host.probe is None:
+                _Host.probe = _try_host()
+            found = _Host.probe
+        if not self._cgroups and found.available:
+            return Probe(True, hard=("disk",), details=found.details)
+        return found
+
+    async def create(self, policy: Policy) -> GuestSandbox:
+        """A new sandbox, sealed, with its receipt read back. A zygote that was lost is replaced once."""
+        require(self, policy)
+        try:
+            return await self._create(policy)
+        except ZygoteLostError:
+            return await self._create(policy)
+
+    async def _create(self, policy: Policy) -> GuestSandbox:
+        zygote = await self._zygote(_key(policy))
+        tree = await self._tree()
+        hard = tree.hard if tree is not None else ()
+        rlimits = _rlimits(policy.limits, hard)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                request = zygote.request(
+                    theirs, disk_bytes=policy.limits.disk_bytes, files=policy.limits.files, rlimits=rlimits
+                )
+            group = self._group(tree, policy.limits)  # while the zygote clones
+        except BaseException:
+            ours.close()
+            raise
+        enclosure = None
+        try:
+            spawned = await request.answer()
+            enclosure = _enclose(zygote, spawned, group)
+            _enter(spawned.pid, group, policy.limits, hard)
+            report = await handshake(ours, enclosure, tier=self.name)
+            receipt = self._receipt(zygote, spawned, policy, rlimits, report, group, hard)
+            if "memory" not in hard:
+                enclosure.poll_memory(policy.limits.memory_bytes)
+            ours.setblocking(False)
+            fd = ours.detach()
+            return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt)
+        except BaseException as error:
+            ours.close()
+            if enclosure is None:
+                if group is not None:
+                    group.remove()
+            else:
+                await asyncio.shield(enclosure.discard())
+            if isinstance(error, OSError) and not isinstance(error, FumehoodError):
+                raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
+            raise
+
+    def _group(self, tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
+        if tree is None:
+            return None
+        try:
+            return tree.create(
+                f"s{next(_NAMES)}", memory_bytes=limits.memory_bytes, pids=limits.pids + 1, cpus=limits.cpus
+            )
+        except OSError as error:
+            raise StartError(f"cannot make a cgroup: {error}", tier="jail") from None
+
+    def _receipt(
+        self,
+        zygote: Zygote,
+        spawned: Spawned,
+        policy: Policy,
+        rlimits: dict[str, int],
+        report: dict[str, Any],
+        group: Cgroup | None,
+        hard: tuple[str, ...],
+    ) -> Receipt:
+        return posture.read_back(
+            spawned.pid,
+            host_uid=spawned.host_uid,
+            policy=policy,
+            rlimits=rlimits,
+            report=report,
+            cgroup=group.read_back() if group is not None else {},
+            hard=tuple(name for name in hard if name not in self._disabled),
+            seccomp=zygote.seccomp,
+            landlock=zygote.landlock,
+            disabled=self._disabled,
+            notes=(),
+        )
+
+    async def _zygote(self, key: Key) -> Zygote:
+        """The zygote for ``key``, started if there is none that lives."""
+        found = self._zygotes.get(key)
+        if found is not None and not found.lost:
+            return found
+        async with self._starting:
+            found = self._zygotes.get(key)
+            if found is not None and not found.lost:
+                return found
+            started = None if self._disabled or key != _BARE else _take_spare()
+            if started is None:
+                site_packages, preload, mounts = key
+                started = await asyncio.to_thread(
+                    client.start,
+                    site_packages=site_packages,
+                    preload=preload,
+                    mounts=mounts,
+                    disabled=self._disabled,
+                )
+            if found is not None:
+                await asyncio.to_thread(found.close)
+            started.attach(asyncio.get_running_loop())
+            self._zygotes[key] = started
+            return started
+
+    async def _tree(self) -> Hierarchy | None:
+        if not self._cgroups or self._hierarchy is not None:
+            return self._hierarchy
+        found = _found()
+        if found.version:
+            self._hierarchy = await asyncio.to_thread(found.open)
+        return self._hierarchy
+
+    async def close(self) -> None:
+        """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
+        zygotes, self._zygotes = list(self._zygotes.values()), {}
+        for zygote in zygotes:
+            await asyncio.to_thread(zygote.close)
+        if self._hierarchy is not None:
+            tree, self._hierarchy = self._hierarchy, None
+            await asyncio.to_thread(tree.close)
+
+
+def _enclose(zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
+    return PidfdEnclosure(
+        spawned.pid,
+        spawned.pidfd,
+        group,
+        cpu_after_death=lambda: zygote.exited(spawned.ident),
+        forget=lambda: zygote.forget(spawned.ident),
+    )
+
+
+def _enter(pid: int, group: Cgroup | None, limits: Limits, hard: tuple[str, ...]) -> None:
+    """Put the waiting process where its limits are, before it does anything."""
+    if group is not None:
+        group.add(pid)
+    if "cpu" not in hard:
+        ours = sorted(os.sched_getaffinity(0))
+        count = min(len(ours), max(1, math.ceil(limits.cpus)))
+        os.sched_setaffinity(pid, random.sample(ours, count))
+
+
+def _key(policy: Policy) -> Key:
+    site_packages = None
+    if policy.environment is not None:
+        from fumehood import environments
+
+        site_packages = str(environments.find(policy.environment).site_packages)
+    return site_packages, policy.preload, tuple((m.source, m.target) for m in policy.mounts)
+
+
+def _rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:
+    """Limits of each process, by name; a backstop where a cgroup holds the whole."""
+    values = {
+        "CORE": 0,
+        "NOFILE": limits.open_files,
+        "NPROC": limits.pids + 1,  # the agent is one
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "FSIZE": limits.disk_bytes,
+        "CPU": math.ceil(limits.cpu_s) + 1,
+        "NICE": 0,
+        "RTPRIO": 0,
+        "SIGPENDING": 1024,
+    }
+    if "memory" not in hard:
+        values["DATA"] = limits.memory_bytes
+    return values
+
+
+@lru_cache(maxsize=1)
+def _found() -> Found:
+    return find()
+
+
+def _take_spare() -> Zygote | None:
+    with _Host.lock:
+        spare, _Host.spare = _Host.spare, None
+    return spare
+
+
+def _try_host() -> Probe:
+    if sys.platform != "linux":
+        return Probe(False, f"needs Linux namespaces; this is {platform.system()}", "use a tier of another kind")
+    try:
+        zygote = client.start()
+    except UnavailableError as error:
+        return Probe(False, error.message, remedy_for(error.message))
+    except Exception as error:
+        return Probe(False, f"{type(error).__name__}: {error}", remedy_for(str(error)))
+    _Host.spare = zygote
+    found = _found()
+    details = [("seccomp", zygote.seccomp), ("landlock", zygote.landlock)]
+    details.append(("cgroup", f"v{found.version}: {', '.join(found.hard)}" if found.version else found.reason))
+    if found.remedy:
+        details.append(("cgroup remedy", found.remedy))
+    return Probe(True, hard=(*found.hard, "disk"), details=tuple(details))

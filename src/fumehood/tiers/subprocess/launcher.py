@@ -1,0 +1,154 @@
+"""P0 and P1 of a sandbox of tier ``subprocess``; see the package's theory of operation.
+
+``launcher.py CONTROL CHANNEL`` takes its plan from the control socket, a SOCK_SEQPACKET on which P0 answers
+``{"spawned": true}`` with P1's pidfd and, at the end, ``{"exited": status, "cpu_s": seconds}``. P1 waits on the channel
+for one byte, seals itself, reports there, and serves frames. ``launcher.py --probe root|user`` only clones and exits.
+"""
+
+from __future__ import annotations
+
+import array
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
+
+from fumehood.guest import agent
+from fumehood.linux import capabilities
+from fumehood.linux.namespaces import (
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    clone3,
+    write_id_maps,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+CHANNEL_FD = 3
+_MESSAGE_MAX = 1 << 18
+
+
+def flags(root: bool, network: bool) -> int:
+    """Namespaces of a sandbox: those that hold something here, and the user namespace that an ordinary user needs."""
+    wanted = CLONE_NEWPID | CLONE_NEWIPC
+    if not network:
+        wanted |= CLONE_NEWNET
+    if not root:
+        wanted |= CLONE_NEWUSER
+    return wanted
+
+
+def map_own_id(pid: int) -> None:
+    """In the user namespace of ``pid``, this user is itself and nobody else exists."""
+    uid, gid = os.geteuid(), os.getegid()
+    write_id_maps(pid, f"{uid} {uid} 1", f"{gid} {gid} 1", deny_setgroups=True)
+
+
+def main() -> None:
+    """Be P0."""
+    if sys.argv[1] == "--probe":
+        probe(sys.argv[2] == "root")
+    control = socket.socket(fileno=int(sys.argv[1]))
+    channel = int(sys.argv[2])
+    plan = json.loads(control.recv(_MESSAGE_MAX))
+    try:
+        pid, pidfd = clone3(flags(plan["root"], plan["network"]))
+        if pid == 0:
+            control.close()
+            become_sandbox(plan, channel)
+        os.close(channel)
+        if not plan["root"]:
+            map_own_id(pid)
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        os._exit(1)
+    rights = array.array("i", [pidfd])
+    control.sendmsg([b'{"spawned": true}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    os.close(pidfd)
+    _, status, used = os.wait4(pid, 0)
+    try:
+        control.send(json.dumps({"exited": status, "cpu_s": used.ru_utime + used.ru_stime}).encode())
+    except OSError:
+        pass  # the supervisor is gone
+    os._exit(0)
+
+
+def probe(root: bool) -> None:
+    """Exit 0 if this host lets P0 do what it must; else print the reason and exit 1."""
+    try:
+        pid, _ = clone3(flags(root, network=False))
+        if pid == 0:
+            os._exit(0)
+        if not root:
+            map_own_id(pid)
+        os.waitpid(pid, 0)
+    except OSError as error:
+        print(error)
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def become_sandbox(plan: dict[str, Any], channel: int) -> None:
+    """Be P1: wait for the word, seal, report, serve. Never returns."""
+    try:
+        os.dup2(channel, CHANNEL_FD, inheritable=False)
+        if os.read(CHANNEL_FD, 1) != b"G":
+            os._exit(0)
+        report: dict[str, object] = {}
+        try:
+            seal(plan)
+            report["rlimits"] = {n: list(resource.getrlimit(getattr(resource, "RLIMIT_" + n))) for n in plan["rlimits"]}
+            prepare(plan)
+        except Exception as error:
+            report["error"] = f"{type(error).__name__}: {error}"
+        text = json.dumps(report).encode()
+        with socket.socket(fileno=os.dup(CHANNEL_FD)) as end:
+            end.sendall(len(text).to_bytes(4, "big") + text)
+        if "error" not in report:
+            agent.serve(CHANNEL_FD, CHANNEL_FD, plan["folder"])
+    finally:
+        os._exit(1)
+
+
+def seal(plan: dict[str, Any]) -> None:
+    """Everything that holds this process from here on."""
+    os.closerange(CHANNEL_FD + 1, 1 << 30)
+    os.setsid()
+    highest = capabilities.last()
+    for name, value in plan["rlimits"].items():
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+    if plan["root"]:
+        os.setgroups([])
+        os.setresgid(plan["uid"], plan["uid"], plan["uid"])
+        capabilities.drop_bounding(highest)
+        os.setresuid(plan["uid"], plan["uid"], plan["uid"])  # which empties the other sets
+    else:
+        capabilities.drop_all(highest)
+    capabilities.no_new_privs()
+    os.chdir(plan["folder"])
+    os.umask(0o077)
+
+
+def prepare(plan: dict[str, Any]) -> None:
+    """The interpreter that programs see."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.pop(0)
+    agent.restore_site_builtins()
+    if plan["site_packages"]:
+        sys.path.append(plan["site_packages"])
+    for name in plan["preload"]:
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The subprocess tier's side in the supervisor."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fumehood.enclosure import PidfdEnclosure, handshake, readable
+from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.folders import remove_tree
+from fumehood.linux import process
+from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
+from fumehood.session import GuestSandbox
+from fumehood.tier import Features, Probe, require
+from fumehood.tiers.jail.hosts import remedy_for
+from fumehood.tiers.jail.runtime import base_python
+from fumehood.wire import Channel
+
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+_MESSAGE_MAX = 1 << 16
+_START_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 5.0
+#: Host ids for root's children, in the block below the jail's; one at random for each sandbox.
+_UID_FIRST = 0x6FFF0000
+_UID_COUNT = 0xFFFF
+
+FEATURES = Features(
+    boundary=Boundary.LIMITS,
+    summary="a child process with limits, no network and a folder of its own",
+    live=True,
+    files=True,
+    commands=True,
+    environments=True,
+    egress_open=True,
+    note="not a boundary: the program sees the host's files as the user it runs as",
+)
+
+
+class SubprocessTier:
+    """Tier ``subprocess``. Holds nothing between sandboxes."""
+
+    name = "subprocess"
+    features = FEATURES
+
+    def probe(self) -> Probe:
+        """Clones once as a sandbox would; the answer is kept for this process."""
+        return _try_host(os.geteuid() == 0)
+
+    async def create(self, policy: Policy) -> GuestSandbox:
+        """A new sandbox in a new folder. Raises UnsupportedError, UnavailableError, StartError."""
+        require(self, policy)
+        probe = self.probe()
+        if not probe.available:
+            raise UnavailableError(probe.reason, tier=self.name, remedy=probe.remedy)
+        root = os.geteuid() == 0
+        uid = _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT) if root else os.geteuid()
+        rlimits = _rlimits(policy.limits)
+        folder = tempfile.mkdtemp(prefix="fumehood-")
+        enclosure: SubprocessEnclosure | None = None
+        ours, theirs = socket.socketpair()
+        try:
+            if root:
+                os.chown(folder, uid, uid)
+            plan = {
+                "root": root,
+                "uid": uid,
+                "network": policy.egress == ("*",),
+                "rlimits": rlimits,
+                "folder": folder,
+                "site_packages": _site_packages(policy),
+                "preload": list(policy.preload),
+            }
+            child, control = _launch(plan, theirs)
+            try:
+                pid, pidfd = await _spawned(child, control)
+            except BaseException:
+                control.close()
+                child.kill()
+                raise
+            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder)
+            namespaces = process.namespaces(pid)  # while it can be asked: once sealed it is not dumpable
+            report = await handshake(ours, enclosure, tier=self.name)
+            receipt = _read_back(pid, uid, policy, rlimits, report, namespaces)
+            enclosure.poll_memory(policy.limits.memory_bytes)
+            fd = ours.detach()
+            return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt)
+        except BaseException as error:
+            if enclosure is None:
+                remove_tree(folder)
+            else:
+                await asyncio.shield(enclosure.discard())
+            if isinstance(error, OSError) and not isinstance(error, FumehoodError):
+                raise StartError(f"the sandbox could not be set up: {error}", tier=self.name) from None
+            raise
+        finally:
+            ours.close()
+            theirs.close()
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class SubprocessEnclosure(PidfdEnclosure):
+    """A sandbox's process tree, the launcher that waits for it, and its folder."""
+
+    def __init__(
+        self, pid: int, pidfd: int, child: subprocess.Popen[bytes], control: socket.socket, folder: str
+    ) -> None:
+        super().__init__(pid, pidfd, None, cpu_after_death=self._used)
+        self._child = child
+        self._control = control
+        self._folder = folder
+        self.work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    async def _used(self) -> float | None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, EOFError):
+            async with asyncio.timeout(1.0):
+                message, _ = await _message(self._control)
+            return float(message["cpu_s"])
+        return None
+
+    async def release(self) -> None:
+        """Reap the launcher and remove the folder as well."""
+        if self._control.fileno() < 0:
+            return
+        await super().release()
+        self._control.close()
+        await asyncio.to_thread(self._clean)
+
+    def _clean(self) -> None:
+        try:
+            self._child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        remove_tree(self._folder)
+
+
+def _launch(plan: dict[str, Any], channel: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            child = subprocess.Popen(
+                [base_python(), "-I", "-S", "-B", _LAUNCHER, str(theirs.fileno()), str(channel.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                cwd="/",
+                pass_fds=(theirs.fileno(), channel.fileno()),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    channel.close()
+    ours.setblocking(False)
+    ours.send(json.dumps(plan).encode())
+    return child, ours
+
+
+async def _spawned(child: subprocess.Popen[bytes], control: socket.socket) -> tuple[int, int]:
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            message, fds = await _message(control)
+        if "error" in message:
+            raise StartError(str(message["error"])[:500], tier="subprocess")
+        (pidfd,) = fds
+        return process.pid_of_pidfd(pidfd), pidfd
+    except (TimeoutError, EOFError, ValueError) as error:
+        raise StartError(f"the launcher did not answer: {error}", tier="subprocess") from None
+
+
+async def _message(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One datagram of the launcher's and the descriptors beside it. Raises EOFError when it is gone."""
+    await readable(control)
+    data, ancillary, _, _ = control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4))
+    fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // 4 * 4])]
+    if not data:
+        raise EOFError("it exited")
+    message = json.loads(data)
+    if not isinstance(message, dict):
+        raise ValueError("malformed message")
+    return message, fds
+
+
+def _site_packages(policy: Policy) -> str | None:
+    if policy.environment is None:
+        return None
+    from fumehood import environments
+
+    return str(environments.find(policy.environment).site_packages)
+
+
+def _rlimits(limits: Limits) -> dict[str, int]:
+    return {
+        "CORE": 0,
+        "NOFILE": limits.open_files,
+        "NPROC": limits.pids + 1,  # the agent is one
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "FSIZE": limits.disk_bytes,
+        "CPU": math.ceil(limits.cpu_s) + 1,
+        "DATA": limits.memory_bytes,
+        "NICE": 0,
+        "RTPRIO": 0,
+        "SIGPENDING": 1024,
+    }
+
+
+def _read_back(
+    pid: int,
+    uid: int,
+    policy: Policy,
+    rlimits: dict[str, int],
+    report: dict[str, Any],
+    theirs: dict[str, int],
+) -> Receipt:
+    """The receipt, from /proc and the child's own reading of its rlimits. Raises StartError if a value is wrong."""
+    status = process.status(pid)
+    own = process.namespaces(os.getpid())
+    private = {kind: theirs[kind] != own[kind] for kind in ("pid", "net", "ipc")}
+    capabilities = any(status[key] for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
+    wrong = []
+    if status["Uid"] != (uid,) * 4 or uid == 0:
+        wrong.append(f"uid is {status['Uid']}")
+    if capabilities:
+        wrong.append("capabilities are left")
+    if status["NoNewPrivs"] != 1:
+        wrong.append("no_new_privs is off")
+    if not private["pid"] or not private["ipc"]:
+        wrong.append("a namespace is the host's")
+    if not private["net"] and policy.egress != ("*",):
+        wrong.append("the network is the host's")
+    if report.get("rlimits") != {name: [value, value] for name, value in rlimits.items()}:
+        wrong.append(f"rlimits are {report.get('rlimits')}")
+    if wrong:
+        raise StartError(f"not held as asked: {'; '.join(wrong)}", tier="subprocess")
+    limits = policy.limits
+    hard, best = Held.HARD, Held.BEST_EFFORT
+    network = Control("net_ns", hard, "network namespace without a device that is up", str(theirs["net"]))
+    if policy.egress == ("*",):
+        network = Control("net_ns", Held.OFF, "the policy opens the network", str(theirs["net"]))
+    controls = (
+        Control("environment", hard, "execve(2) with an environment of its own", "PATH LANG"),
+        Control("descriptors", hard, "close_range(2)", "applied"),
+        Control("session", hard, "setsid(2)", "applied"),
+        Control("uid", hard, "setresuid(2)", str(uid)),
+        Control("capabilities", hard, "capset(2) and PR_CAPBSET_DROP", "none"),
+        Control("no_new_privs", hard, "PR_SET_NO_NEW_PRIVS", "1"),
+        Control("pid_ns", hard, "clone3(2)", str(theirs["pid"])),
+        Control("ipc_ns", hard, "clone3(2)", str(theirs["ipc"])),
+        network,
+        Control("rlimits", hard, "setrlimit(2)", " ".join(f"{k}={v}" for k, v in rlimits.items())),
+        Control("memory", best, "RLIMIT_DATA each, and a poller", str(limits.memory_bytes)),
+        Control("pids", best, "RLIMIT_NPROC", str(limits.pids)),
+        Control("disk", best, "RLIMIT_FSIZE, each file", str(limits.disk_bytes)),
+        Control("cpu", Held.OFF, "nothing slows it down", ""),
+        Control("cpu_time", best, "RLIMIT_CPU each, and a poller", str(limits.cpu_s)),
+        Control("wall", hard, "the supervisor's clock and a kill of the PID namespace", str(limits.wall_s)),
+        Control("output", hard, f"bounded reader, {policy.overflow}", str(limits.output_bytes)),
+    )
+    system = os.uname()
+    host = f"{system.sysname} {system.release} {system.machine}"
+    return Receipt("subprocess", Boundary.LIMITS, controls, host=host, notes=(FEATURES.note,))
+
+
+@lru_cache(maxsize=2)
+def _try_host(root: bool) -> Probe:
+    if sys.platform != "linux":
+        return Probe(False, f"needs Linux namespaces; this is {platform.system()}", "use a tier of another kind")
+    if root and (hidden := _unreadable_part(base_python())):
+        return Probe(
+            False,
+            f"started by root it runs as an unprivileged user, who cannot read this Python ({hidden})",
+            "use a Python that every user can read, such as the system's, or run as an ordinary user",
+        )
+    try:
+        done = subprocess.run(
+            [base_python(), "-I", "-S", "-B", _LAUNCHER, "--probe", "root" if root else "user"],
+            capture_output=True,
+            text=True,
+            env={},
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Probe(False, f"cannot start {base_python()}: {error}", "see `fumehood doctor`")
+    if done.returncode:
+        reason = (done.stdout.strip() or done.stderr.strip().rpartition("\n")[2])[:500]
+        return Probe(False, f"cannot make its namespaces: {reason}", remedy_for(reason))
+    return Probe(True)
+
+
+def _unreadable_part(path: str) -> str | None:
+    """The first folder on the way to ``path`` that not every user may pass, or None."""
+    for part in (*reversed(Path(path).parents), Path(path)):
+        if not os.stat(part).st_mode & stat.S_IXOTH:
+            return str(part)
+    return None
