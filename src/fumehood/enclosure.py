@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import array
 import asyncio
-import json
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from fumehood.errors import StartError
 from fumehood.linux import cgroup, process
 
 _POLL_S = 0.05
-_GO = b"G"
-_LENGTH = struct.Struct(">I")
-_REPORT_MAX = 1 << 16
+GO = b"G"
+SEALED = b"S"
+FAILED = b"F"
+_REASON_MAX = 1000
 _SEAL_TIMEOUT_S = 10.0
 
 
@@ -144,37 +142,31 @@ class PidfdEnclosure:
             self._group.remove()
 
 
-async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> dict[str, Any]:
-    """Let a sandbox's waiting first process go on and take its report, before it serves frames on ``channel``.
+async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> None:
+    """Let a sandbox's waiting first process go on, until it has sealed itself and serves frames on ``channel``.
 
-    The report is a length (4 bytes, big-endian) and that much JSON, with the descriptor of the work folder beside it
-    if it has one, which the enclosure keeps. It was written before any program ran, by our own code; it is checked
-    like a guest's word all the same. Raises StartError with what the process met.
+    It answers with one byte: SEALED, with the descriptor of its work folder beside it if it has one, which the
+    enclosure keeps; or FAILED, followed by the reason as text to the end of the stream. The answer is written before
+    any program runs, by our own code; it is bounded like a guest's word all the same. Raises StartError.
     """
     channel.setblocking(False)
     try:
-        channel.send(_GO)
+        channel.send(GO)
         async with asyncio.timeout(_SEAL_TIMEOUT_S):
-            head = await _receive(channel, _LENGTH.size, enclosure)
-            (length,) = _LENGTH.unpack(head)
-            if length > _REPORT_MAX:
-                raise ValueError("too long")
-            report = json.loads(await _receive(channel, length, enclosure))
-        if not isinstance(report, dict):
-            raise ValueError("not an object")
+            answer = await _receive(channel, 1, enclosure)
+            if answer == FAILED:
+                reason = (await _receive(channel, _REASON_MAX, enclosure)).decode("utf-8", "replace")
+                raise StartError(f"the sandbox could not seal itself: {reason}", tier=tier)
     except TimeoutError:
         raise StartError("the sandbox did not seal itself in time", tier=tier) from None
-    except EOFError:
-        raise StartError("the sandbox died while it sealed itself", tier=tier) from None
-    except (OSError, ValueError) as error:
-        raise StartError(f"the sandbox's report is unusable: {error}"[:500], tier=tier) from None
-    if "error" in report:
-        raise StartError(f"the sandbox could not seal itself: {report['error']}"[:1000], tier=tier)
-    return report
+    except OSError as error:
+        raise StartError(f"the sandbox died while it sealed itself: {error}", tier=tier) from None
+    if answer != SEALED:
+        raise StartError("the sandbox died while it sealed itself", tier=tier)
 
 
 async def _receive(channel: socket.socket, size: int, enclosure: PidfdEnclosure) -> bytes:
-    """Exactly ``size`` bytes, and the one descriptor that may come with them."""
+    """Up to ``size`` bytes, fewer at the end of the stream, and the one descriptor that may come with them."""
     data = b""
     while len(data) < size:
         try:
@@ -185,7 +177,7 @@ async def _receive(channel: socket.socket, size: int, enclosure: PidfdEnclosure)
         for _, _, raw in ancillary:
             (enclosure.work_fd,) = array.array("i", raw[:4])
         if not piece:
-            raise EOFError
+            break
         data += piece
     return data
 

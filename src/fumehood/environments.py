@@ -81,9 +81,9 @@ class Environment:
     size_bytes: int
 
     @property
-    def site_packages(self) -> str:
-        """The folder of modules, relative to ``path``."""
-        return _site_packages(self.python)
+    def site_packages(self) -> Path:
+        """The folder of modules, on the host."""
+        return self.path / _site_packages(self.python)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -73,6 +74,12 @@ async def forever(stage: Stage) -> None:
     await asyncio.sleep(600)
 
 
+async def babble(stage: Stage) -> None:
+    while True:
+        stage.print(b"line\n")
+        await asyncio.sleep(0.001)
+
+
 async def flood(stage: Stage) -> None:
     for _ in range(64):
         stage.print(b"x" * 65535 + b"\n")
@@ -115,7 +122,7 @@ def _ending(outcome: Outcome, exit_code: int | None = None) -> Callable[[Stage],
     return script
 
 
-_PLAYS = (hello, inputs, limits, hostile, forever, flood, leave, truncated)
+_PLAYS = (hello, inputs, limits, hostile, forever, flood, leave, truncated, babble)
 _FAILURES = (unstartable, lost, no_space, broken, host_fails)
 _ENDINGS = {o.value: _ending(o) for o in Outcome if o not in (Outcome.EXITED, Outcome.SIGNALED)}
 
@@ -205,3 +212,11 @@ class AbsentTier(FakeTier):
 
 
 TIERS = {"fake": "fakes:FakeTier", "absent": "fakes:AbsentTier"}
+
+
+if __name__ == "__main__":  # the command line with these tiers, as a process of its own
+    from fumehood import registry
+    from fumehood.cli import main
+
+    registry._TIERS = TIERS
+    sys.exit(main())

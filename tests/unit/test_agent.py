@@ -109,7 +109,7 @@ class Guest:
 
     def end(self, stdin: bytes = b"", until: bytes | None = None) -> Done:
         """Collect the exec's frames up to "done", or until its stdout ends with ``until``."""
-        pieces: dict[str, bytes] = {"out": b"", "err": b""}
+        pieces = {"out": bytearray(), "err": bytearray()}
         while True:
             header, body = self.receive()
             assert header.get("id") == self.ident
@@ -117,13 +117,13 @@ class Guest:
                 assert 0 < len(body) <= 64 << 10
                 pieces[header["op"]] += body
                 if until is not None and pieces["out"].endswith(until):
-                    return Done({}, pieces["out"], pieces["err"])
+                    return Done({}, bytes(pieces["out"]), bytes(pieces["err"]))
             elif header["op"] == "stdin":
                 piece, stdin = stdin[:65536], stdin[65536:]
                 self.send({"op": "stdin", "id": self.ident, "more": bool(stdin)}, piece)
             else:
                 assert header["op"] in ("done", "failed")
-                return Done(header, pieces["out"], pieces["err"])
+                return Done(header, bytes(pieces["out"]), bytes(pieces["err"]))
 
     def run(self, program: bytes | str | list[str], stdin: bytes = b"", **fields: Any) -> Done:
         self.begin(program, stdin=bool(stdin), **fields)
@@ -261,9 +261,6 @@ print(json.dumps({
 
 @last_or_live
 def test_descriptors(guest: Guest, last: bool) -> None:
-    code = "import os\nn = [int(f) for f in os.listdir('/proc/self/fd')]\n"
-    code += "print([f for f in n if os.path.exists(f'/proc/self/fd/{f}') or f < 3])"
-    code = "import os\nprint(sorted(f for f in range(64) if not os.path.islink(f'/proc/self/fd/{f}') == True) == [])\n"
     code = """
 import os
 def is_open(fd):
@@ -402,7 +399,7 @@ def test_overflow_stop_kills_the_program(guest: Guest) -> None:
 
 
 def test_host_that_does_not_read_does_not_grow_the_agent(guest: Guest) -> None:
-    guest.begin("import os\nfor _ in range(4000): os.write(1, b'x' * 65536)", output_bytes=1 << 30)
+    guest.begin("import os\nfor _ in range(1600): os.write(1, b'x' * 65536)", output_bytes=1 << 30)
     size = 0
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
@@ -410,7 +407,7 @@ def test_host_that_does_not_read_does_not_grow_the_agent(guest: Guest) -> None:
         size = max(size, pages * os.sysconf("SC_PAGESIZE"))
         time.sleep(0.05)
     assert size < 64 << 20
-    assert guest.end().header["out_bytes"] == 4000 * 65536
+    assert guest.end().header["out_bytes"] == 1600 * 65536
 
 
 # --- hostile programs ------------------------------------------------------------------------------------------------
@@ -488,10 +485,9 @@ def test_garbage_on_the_private_socket(guest: Guest, forgery: bytes) -> None:
     code = """
 import os, time
 for name in os.listdir("/proc/self/fd"):
-    if os.path.exists(f"/proc/self/fd/{name}") or True:
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"): os.write(int(name), FORGERY)
-        except OSError: pass
+    try:
+        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"): os.write(int(name), FORGERY)
+    except OSError: pass
 time.sleep(30)
 """.replace("FORGERY", repr(forgery))
     done = guest.run(code)

@@ -69,6 +69,10 @@ ARTIFACT_FIELDS = [f.name for f in fields(ArtifactLimits)]
 ABSURD = [-1, -(10**30), 10**30, math.nan, math.inf, -math.inf, True, False, "5", None, b"5", [5], 1j]
 
 
+def limits(name: str, value: Any) -> Limits:
+    return Limits(**{name: value})
+
+
 def test_every_limit_has_a_range() -> None:
     assert [f.name for f in fields(Limits)] == list(_LIMIT_RANGES)
 
@@ -77,7 +81,7 @@ def test_every_limit_has_a_range() -> None:
 @pytest.mark.parametrize("value", ABSURD, ids=repr)
 def test_an_absurd_limit_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(PolicyError, match=rf"limits\.{name} "):
-        Limits(**{name: value})
+        limits(name, value)
 
 
 @pytest.mark.parametrize("name", ARTIFACT_FIELDS)
@@ -91,7 +95,7 @@ def test_an_absurd_artifact_limit_is_refused_by_name(name: str, value: Any) -> N
 def test_a_count_is_whole(name: str) -> None:
     low, _, _ = _LIMIT_RANGES[name]
     with pytest.raises(PolicyError, match=rf"limits\.{name} must be a whole number"):
-        Limits(**{name: low + 0.5})
+        limits(name, low + 0.5)
 
 
 @pytest.mark.parametrize("name", _LIMIT_RANGES)
@@ -99,11 +103,11 @@ def test_both_ends_of_a_range_are_in_it_and_what_is_beyond_is_not(name: str) -> 
     low, high, whole = _LIMIT_RANGES[name]
     number = int if whole else float
     for end in (low, high):
-        assert getattr(Limits(**{name: number(end)}), name) == end
+        assert getattr(limits(name, number(end)), name) == end
     step = 1 if whole else 1e-6
     for beyond in (low - step, high + step):
         with pytest.raises(PolicyError, match=name):
-            Limits(**{name: number(beyond)})
+            limits(name, number(beyond))
 
 
 @given(st.sampled_from(list(_LIMIT_RANGES)), st.one_of(st.integers(), st.floats(), st.booleans(), st.text(max_size=3)))
@@ -111,7 +115,7 @@ def test_a_limit_is_in_its_range_or_refused(name: str, value: Any) -> None:
     low, high, whole = _LIMIT_RANGES[name]
     good = not isinstance(value, (bool, str)) and low <= value <= high and not (whole and isinstance(value, float))
     try:
-        assert getattr(Limits(**{name: value}), name) == value
+        assert getattr(limits(name, value), name) == value
         assert good
     except PolicyError as error:
         assert not good

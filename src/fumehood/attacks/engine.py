@@ -161,7 +161,7 @@ async def _watched(
             run.failure = f"{type(error).__name__}: {error}"
     finally:
         if not task.done():
-            run.stage.task = task
+            run.task = task
 
 
 def _succeeded(run: Run) -> bool:
@@ -195,7 +195,7 @@ async def _files(run: Run, sandbox: Sandbox, files: object) -> None:
 
 
 async def _destroy(run: Run, sandbox: Sandbox) -> None:
-    task = run.stage.task
+    task = run.task
     began = time.monotonic()
     try:
         await asyncio.wait_for(sandbox.close(out=run.out if run.attack.collect else None), GIVE_UP_S)

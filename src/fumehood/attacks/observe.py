@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fumehood.attacks import procfs
 from fumehood.attacks.model import Attack
@@ -27,6 +29,7 @@ class Run:
     stage: Stage
     known: frozenset[tuple[int, int]]  # (pid, started) of processes that were there before: templates, the bystander
     control: bool = False
+    task: asyncio.Future[Any] | None = None  # the exec, where the host did not wait for its end
     began: float = field(default_factory=time.monotonic)
     output: bytearray = field(default_factory=bytearray)
     result: Result | None = None

@@ -147,6 +147,7 @@ class OpenFile:
     regular: bool = False
     identity: tuple[int, int] = (0, 0)
     family: int | None = None
+    socket_kind: int | None = None
 
 
 def open_files(pid: int, *, families: bool = False) -> list[OpenFile]:
@@ -167,29 +168,34 @@ def open_files(pid: int, *, families: bool = False) -> list[OpenFile]:
         entry.blocks_bytes = info.st_blocks * 512
         entry.identity = (info.st_dev, info.st_ino)
         if families and stat.S_ISSOCK(info.st_mode):
-            entry.family = _family(pid, entry.fd)
+            entry.family, entry.socket_kind = _socket_of(pid, entry.fd)
         found.append(entry)
     return found
 
 
-def _family(pid: int, fd: int) -> int | None:
-    """The address family of another process's socket: a copy of the descriptor is asked, not the process."""
+def _socket_of(pid: int, fd: int) -> tuple[int | None, int | None]:
+    """Family and kind of another process's socket: a copy of the descriptor is asked, not the process."""
     try:
         pidfd = libc.syscall("pidfd_open", _PIDFD_OPEN, pid, 0)
     except OSError:
-        return None
+        return None, None
     try:
         copy = libc.syscall("pidfd_getfd", _PIDFD_GETFD, pidfd, fd, 0)
-        domain, size = ctypes.c_int(), ctypes.c_uint(4)
-        answer = ctypes.CDLL(None).getsockopt(
-            copy, socket.SOL_SOCKET, _SO_DOMAIN, ctypes.byref(domain), ctypes.byref(size)
-        )
-        os.close(copy)
-        return domain.value if answer == 0 else None
     except OSError:
-        return None
+        return None, None
     finally:
         os.close(pidfd)
+    try:
+        return _option(copy, _SO_DOMAIN), _option(copy, socket.SO_TYPE)
+    finally:
+        os.close(copy)
+
+
+def _option(fd: int, name: int) -> int | None:
+    """getsockopt without a socket object, which would refuse a family that Python does not know."""
+    value, size = ctypes.c_int(), ctypes.c_uint(4)
+    answer = ctypes.CDLL(None).getsockopt(fd, socket.SOL_SOCKET, name, ctypes.byref(value), ctypes.byref(size))
+    return value.value if answer == 0 else None
 
 
 @dataclass(slots=True)

@@ -214,7 +214,6 @@ class Stage:
         self._bystander_address, self._bystander_fd = int(address), int(fd)
         os.set_blocking(self.bystander.stdout.fileno(), False)
         self.signals: list[int] = []
-        self.task: asyncio.Task[Any] | asyncio.Future[Any] | None = None
         self._bystander_limits = procfs.limits(self.bystander.pid)
 
     def _end_bystander(self) -> None:

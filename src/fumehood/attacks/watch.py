@@ -757,3 +757,138 @@ def bounded_by(name: str, value: int) -> Callable[[Run], int]:
 def own_limits() -> dict[str, str]:
     """The supervisor's own limits."""
     return limits()
+
+
+# --- facts of the host
+
+
+def fact_file(path: str) -> str:
+    """A small file's content, or nothing."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def fact_line(path: str) -> str:
+    """The first line of a file, or nothing."""
+    return fact_file(path).partition("\n")[0]
+
+
+def host_name() -> str:
+    """The host's own name."""
+    return os.uname().nodename
+
+
+def listening_inode(run: Run) -> str:
+    """The inode of a listening socket of the host, as /proc/net/tcp lists it."""
+    return str(os.fstat(run.stage.listeners["tcp4"].socket.fileno()).st_ino)
+
+
+def second_interface(_run: Run) -> str:
+    """An interface of the host that is not loopback."""
+    return next((name for _, name in socket.if_nameindex() if name != "lo"), "")
+
+
+def printed_fact_anywhere(name: str, fact: Callable[[Run], str]) -> Watch:
+    """A value of the host that is random enough to count wherever it stands in the output."""
+
+    def judge(run: Run) -> str | None:
+        return f"the {name} came out" if fact(run).encode() in run.text() else None
+
+    return Watch(f"the {name} in the output", judge)
+
+
+def holds_socket_kind(family: int, kind: int) -> Watch:
+    """The process holds a socket of ``family`` and ``kind``."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        found = any(f.family == family and f.socket_kind == kind for f in seen.files)
+        return f"holds a socket of family {family} and kind {kind}" if found else None
+
+    return _on_marked(f"SO_DOMAIN and SO_TYPE of its sockets ({family}, {kind})", check)
+
+
+def oom_score(value: str) -> Watch:
+    """A process of the sandbox changed how readily the kernel kills it, or its agent."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        for pid in (seen.pid, seen.proc.ppid):
+            if fact_file(f"/proc/{pid}/oom_score_adj") == value:
+                return f"oom_score_adj is {value}"
+        return None
+
+    return _on_marked("/proc/PID/oom_score_adj", check)
+
+
+def filters_under(count: int) -> Watch:
+    """Fewer system-call filters than the tier loads: one for all sandboxes, one that takes away what set-up needed."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        value = seen.status.get("Seccomp_filters", "0")
+        return f"{value} filters" if int(value) < count else None
+
+    return _on_marked(f"Seccomp_filters in /proc/PID/status (under {count})", check)
+
+
+def maps_to_root() -> Watch:
+    """The process is root in its own user namespace."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        uid = int(seen.status.get("Uid", "0").split()[0])
+        for line in fact_file(f"/proc/{seen.pid}/uid_map").splitlines():
+            inside, outside, length = (int(n) for n in line.split())
+            if outside <= uid < outside + length and inside + uid - outside == 0:
+                return "runs as uid 0 of its namespace"
+        return None
+
+    return _on_marked("Uid and /proc/PID/uid_map", check)
+
+
+def no_own_session() -> Watch:
+    """The process's session was made by a process that is not of the sandbox."""
+
+    def check(run: Run, seen: Posture) -> str | None:
+        leader = seen.proc.session
+        known = any(pid == leader for pid, _ in run.known)
+        return f"in the session {leader} of a process outside" if known or leader == os.getsid(0) else None
+
+    return _on_marked("the leader of the session in /proc/PID/stat", check)
+
+
+def unbounded_tmpfs() -> Watch:
+    """What the program may write has no bound of its own: not a tmpfs with a size and a number of inodes."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        cwd = os.readlink(f"/proc/{seen.pid}/cwd")
+        best = ("", "", "")
+        for line in seen.mountinfo:
+            head, _, tail = line.partition(" - ")
+            where, kind, options = head.split()[4], tail.split()[0], tail.split()[2]
+            if (cwd + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best[0]):
+                best = (where, kind, options)
+        bounded = best[1] == "tmpfs" and "size=" in best[2] and "nr_inodes=" in best[2]
+        return None if bounded else f"its folder is on {best[1]} with {best[2]}"
+
+    return _on_marked("the mount of the program's folder in /proc/PID/mountinfo", check)
+
+
+def extra_descriptor() -> Watch:
+    """The process holds more than stdin, stdout and stderr."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        extra = [f for f in seen.files if f.fd > 2]
+        return f"holds descriptor {extra[0].fd}, {extra[0].link}" if extra else None
+
+    return _on_marked("descriptors above 2 in /proc/PID/fd", check)
+
+
+def artifact_trouble(seconds: float) -> Watch:
+    """Collecting made something odd on the host, failed, or took long."""
+    odd, slow = odd_artifact(), close_slow(seconds)
+    return Watch(f"{odd.sees}; {slow.sees}", lambda run: odd.judge(run) or slow.judge(run))
+
+
+def outlived_or_survived() -> Watch:
+    """The program was there after its limit, whether the host still waited for it or not."""
+    late, alive = outlived(), survivors()
+    return Watch(f"{late.sees}; {alive.sees}", lambda run: late.judge(run) or alive.judge(run))

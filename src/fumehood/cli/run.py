@@ -333,8 +333,8 @@ def receipt_table(result: Result, *, note: str = "") -> str:
     head = f"receipt: tier {receipt.tier}{f' ({note})' if note else ''}, boundary {boundary}"
     if receipt.host:
         head += f", enforced by {receipt.host}"
-    rows = [("control", "held", "value", "by")]
-    rows += [(c.name, c.held.value, c.value, c.mechanism) for c in receipt.controls]
+    rows = [("control", "held", "by", "value")]
+    rows += [(c.name, c.held.value, c.mechanism, c.value) for c in receipt.controls]
     rows = [tuple(map(escape_line, row)) for row in rows]  # type: ignore[misc]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]

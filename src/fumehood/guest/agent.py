@@ -1131,8 +1131,8 @@ def _exit_code(end: SystemExit) -> int:
     if value is None:
         return 0
     if isinstance(value, int):
-        # A number that a C int does not hold becomes -1, and the kernel keeps the low eight bits.
-        return value & 0xFF if -(1 << 31) <= value < 1 << 31 else 0xFF
+        # A number that a C long does not hold becomes -1, and the kernel keeps the low eight bits.
+        return value & 0xFF if -(1 << 63) <= value < 1 << 63 else 0xFF
     try:
         print(value, file=sys.stderr)
     except BaseException:

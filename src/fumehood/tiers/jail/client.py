@@ -46,6 +46,22 @@ class ZygoteLostError(StartError):
 
 
 @dataclass(frozen=True, slots=True)
+class Guest:
+    """What serves a sandbox's channel. A tier that runs a language runtime in the jail puts its own worker here.
+
+    ``modules`` are files of this package, relative to it, that are copied into the root beside the jail's own;
+    ``binds`` are (host path, path inside) pairs, seen read-only, files or folders.
+    """
+
+    entry: str = "fumehood.guest.agent:serve"  # module:function, called with read_fd, write_fd, workdir
+    modules: tuple[str, ...] = ()
+    binds: tuple[tuple[str, str], ...] = ()
+
+
+AGENT = Guest()
+
+
+@dataclass(frozen=True, slots=True)
 class Spawned:
     """A sandbox's first process, waiting for the word to go on."""
 
@@ -209,6 +225,7 @@ def start(
     preload: tuple[str, ...] = (),
     mounts: tuple[tuple[str, str], ...] = (),
     disabled: frozenset[str] = frozenset(),
+    guest: Guest = AGENT,
 ) -> Zygote:
     """Start a zygote and wait until it has proved that it can seal a sandbox. Blocks for 50 ms and more.
 
@@ -217,9 +234,11 @@ def start(
     as_root = os.geteuid() == 0
     base = _UID_FIRST + random.SystemRandom().randrange(_UID_BLOCKS) * IDS_PER_BLOCK if as_root else 0
     root = runtime.describe_root(
-        site_packages=site_packages, mounts=list(mounts), read_only="read_only" not in disabled
+        site_packages=site_packages, mounts=[*mounts, *guest.binds], read_only="read_only" not in disabled
     )
-    copies = [(str(_PACKAGE / name), f"{runtime.CODE_HOME}/fumehood/{name}") for name in runtime.INSIDE]
+    copies = [
+        (str(_PACKAGE / name), f"{runtime.CODE_HOME}/fumehood/{name}") for name in (*runtime.INSIDE, *guest.modules)
+    ]
     rootfs = asdict(root)
     rootfs["copies"] += copies
     env = dict(os.environ) if "environment" in disabled else {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **root.env}
@@ -235,6 +254,7 @@ def start(
         "site_packages": next(path for path in root.folders if path.endswith("site-packages")),
         "prefix": runtime.ENVIRONMENT_HOME,
         "preload": list(preload),
+        "guest": guest.entry,
         "disabled": sorted(disabled),
         "self_test": {**_SELF_TEST, "uid": 1 if as_root else 0},
     }

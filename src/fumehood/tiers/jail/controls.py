@@ -59,9 +59,9 @@ class Box:
         self.last_capability: int = config["last_capability"]
         self.landlock_abi: int = config["landlock_abi"]
         self.seal_filter: bytes = config["seal_filter"]
+        self.serve: Callable[[int, int, str], object] = config["serve"]
         self.disabled: frozenset[str] = config["disabled"]
         self.work_fd = -1
-        self.report: dict[str, Any] = {}
 
     def clone_flags(self) -> int:
         """Flags for clone3: the namespaces that are not switched off."""
@@ -149,7 +149,6 @@ def _landlock(box: Box) -> None:
     ruleset = landlock.jail_ruleset(["/"], [WORK, "/tmp", "/dev/shm"], ["/dev"], box.landlock_abi)
     landlock.restrict(ruleset)
     os.close(ruleset)
-    box.report["landlock"] = box.landlock_abi
 
 
 @_control("seccomp", "seccomp filter")
@@ -186,6 +185,3 @@ def seal(box: Box) -> None:
                 apply(box)
             except OSError as error:
                 raise OSError(error.errno, f"{name}: {error}") from None
-    box.report["rlimits"] = {
-        name: list(resource.getrlimit(getattr(resource, "RLIMIT_" + name))) for name in box.rlimits
-    }

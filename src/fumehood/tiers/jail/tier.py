@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 from functools import lru_cache
-from typing import Any
 
 from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import FumehoodError, StartError, UnavailableError
@@ -21,7 +20,7 @@ from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail import client, posture
-from fumehood.tiers.jail.client import Spawned, Zygote, ZygoteLostError
+from fumehood.tiers.jail.client import AGENT, Guest, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.wire import Channel
 
@@ -36,6 +35,9 @@ FEATURES = Features(
     environments=True,
     mounts=True,
 )
+
+#: A sandbox's channel to its guest, what holds it from outside, and what was read back.
+Started = tuple[Channel, PidfdEnclosure, Receipt]
 
 #: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
 Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
@@ -54,14 +56,16 @@ class JailTier:
     """Tier ``jail``.
 
     ``disabled`` switches controls off by name (``controls.NAMES``): for the attack suite's mutation only, it is
-    reachable by no policy and no name. ``cgroups=False`` does without them as on a host that has none.
+    reachable by no policy and no name. ``cgroups=False`` does without them as on a host that has none. ``guest`` is
+    what serves inside, for tiers that run a language runtime in a jail; they call :meth:`start`.
     """
 
     name = "jail"
     features = FEATURES
 
-    def __init__(self, *, disabled: frozenset[str] = frozenset(), cgroups: bool = True) -> None:
+    def __init__(self, *, disabled: frozenset[str] = frozenset(), cgroups: bool = True, guest: Guest = AGENT) -> None:
         self._disabled = disabled
+        self._guest = guest
         self._cgroups = cgroups
         self._hierarchy: Hierarchy | None = None
         self._zygotes: dict[Key, Zygote] = {}
@@ -81,12 +85,17 @@ class JailTier:
     async def create(self, policy: Policy) -> GuestSandbox:
         """A new sandbox, sealed, with its receipt read back. A zygote that was lost is replaced once."""
         require(self, policy)
-        try:
-            return await self._create(policy)
-        except ZygoteLostError:
-            return await self._create(policy)
+        channel, enclosure, receipt = await self.start(policy)
+        return GuestSandbox(channel, enclosure, policy, receipt)
 
-    async def _create(self, policy: Policy) -> GuestSandbox:
+    async def start(self, policy: Policy) -> Started:
+        """The parts of a sandbox, sealed. They belong to the caller, who makes a sandbox of them at once."""
+        try:
+            return await self._start(policy)
+        except ZygoteLostError:
+            return await self._start(policy)
+
+    async def _start(self, policy: Policy) -> Started:
         zygote = await self._zygote(_key(policy))
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
@@ -106,13 +115,13 @@ class JailTier:
             spawned = await request.answer()
             enclosure = _enclose(zygote, spawned, group)
             _enter(spawned.pid, group, policy.limits, hard)
-            report = await handshake(ours, enclosure, tier=self.name)
-            receipt = self._receipt(zygote, spawned, policy, rlimits, report, group, hard)
+            await handshake(ours, enclosure, tier=self.name)
+            receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
             if "memory" not in hard:
                 enclosure.poll_memory(policy.limits.memory_bytes)
             ours.setblocking(False)
             fd = ours.detach()
-            return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt)
+            return Channel(fd, fd), enclosure, receipt
         except BaseException as error:
             ours.close()
             if enclosure is None:
@@ -140,7 +149,6 @@ class JailTier:
         spawned: Spawned,
         policy: Policy,
         rlimits: dict[str, int],
-        report: dict[str, Any],
         group: Cgroup | None,
         hard: tuple[str, ...],
     ) -> Receipt:
@@ -149,7 +157,6 @@ class JailTier:
             host_uid=spawned.host_uid,
             policy=policy,
             rlimits=rlimits,
-            report=report,
             cgroup=group.read_back() if group is not None else {},
             hard=tuple(name for name in hard if name not in self._disabled),
             seccomp=zygote.seccomp,
@@ -167,7 +174,8 @@ class JailTier:
             found = self._zygotes.get(key)
             if found is not None and not found.lost:
                 return found
-            started = None if self._disabled or key != _BARE else _take_spare()
+            usual = not self._disabled and self._guest is AGENT
+            started = _take_spare() if usual and key == _BARE else None
             if started is None:
                 site_packages, preload, mounts = key
                 started = await asyncio.to_thread(
@@ -176,6 +184,7 @@ class JailTier:
                     preload=preload,
                     mounts=mounts,
                     disabled=self._disabled,
+                    guest=self._guest,
                 )
             if found is not None:
                 await asyncio.to_thread(found.close)

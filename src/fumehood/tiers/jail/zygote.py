@@ -27,7 +27,8 @@ import socket
 import sys
 import traceback
 
-sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
+_OUR_CODE = __file__.rsplit("/fumehood/", 1)[0]
+sys.path.insert(0, _OUR_CODE)
 
 from fumehood.guest import agent
 from fumehood.linux import capabilities, landlock, seccomp
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 CONTROL_FD = 3
 _MESSAGE_MAX = 1 << 18
-_GO = b"G"
+GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
 _PRELOAD_BYTES = 64 << 20
 _NETWORKS_MAX = 64  # empty network namespaces kept for the next sandboxes
 #: What ordinary programs import first; in every sandbox for the price of a copy-on-write page.
@@ -155,37 +156,29 @@ class Zygote:
 
 
 def become_sandbox(box: Box, channel: int) -> None:
-    """In the child: wait for the word, seal, report, serve. Never returns."""
-    status = 1
+    """In the child: wait for the word, seal, answer, serve. Never returns."""
     try:
         os.dup2(channel, CHANNEL_FD, inheritable=False)
-        if os.read(CHANNEL_FD, 1) == _GO:
-            report = json.dumps(sealed(box)).encode()
-            rights = array.array("i", [box.work_fd] if box.work_fd >= 0 else [])
-            with socket.socket(fileno=os.dup(CHANNEL_FD)) as end:
-                end.sendmsg(
-                    [len(report).to_bytes(4, "big"), report],
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [],
-                )
-            if box.work_fd >= 0:
-                os.close(box.work_fd)
-            if "error" not in box.report:
-                sys.path.pop(0)  # to our modules: programs see a plain interpreter
-                agent.serve(CHANNEL_FD, CHANNEL_FD, WORK)
-                status = 0
-    except BaseException:
-        status = 1
+        if os.read(CHANNEL_FD, 1) == GO:
+            try:
+                seal(box)
+            except Exception as error:
+                os.write(CHANNEL_FD, FAILED + f"{type(error).__name__}: {error}".encode())
+                return
+            answer(box.work_fd)
+            box.serve(CHANNEL_FD, CHANNEL_FD, WORK)
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
-def sealed(box: Box) -> dict[str, Any]:
-    """Seal this process and give the report: what the host cannot read from outside, or the error."""
-    try:
-        seal(box)
-    except Exception as error:
-        box.report["error"] = f"{type(error).__name__}: {error}"
-    return box.report
+def answer(work_fd: int) -> None:
+    """Say that this process is sealed, and hand over its work folder."""
+    if work_fd < 0:
+        os.write(CHANNEL_FD, SEALED)
+        return
+    with socket.socket(fileno=os.dup(CHANNEL_FD)) as end:
+        end.sendmsg([SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, work_fd.to_bytes(4, sys.byteorder))])
+    os.close(work_fd)
 
 
 def prepare(config: dict[str, Any]) -> None:
@@ -207,7 +200,10 @@ def prepare(config: dict[str, Any]) -> None:
         capabilities.no_new_privs()
     if "seccomp" not in config["disabled"]:
         seccomp.load(seccomp.allow_list())
+    module, _, function = config["guest"].partition(":")
+    config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
+    sys.path.remove(_OUR_CODE)  # programs see a plain interpreter
     gc.collect()
     gc.freeze()
 
@@ -228,10 +224,11 @@ def self_test(zygote: Zygote) -> str:
     try:
         if "user_ns" not in box.disabled:
             write_id_maps(pid, f"{UID} {box.host_uid} 1", f"{UID} {box.host_uid} 1", deny_setgroups=False)
-        ours.send(_GO)
-        with ours.makefile("rb") as stream:
-            answer = stream.read(int.from_bytes(stream.read(4), "big"))
-        return json.loads(answer).get("error", "") if answer else "the child died while it sealed itself"
+        ours.send(GO)
+        said = ours.recv(_MESSAGE_MAX)
+        if said[:1] != SEALED:
+            return said[1:].decode() or "the child died while it sealed itself"
+        return ""
     except OSError as error:
         return f"map ids: {error}"
     finally:

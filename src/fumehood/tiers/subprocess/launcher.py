@@ -104,18 +104,14 @@ def become_sandbox(plan: dict[str, Any], channel: int) -> None:
         os.dup2(channel, CHANNEL_FD, inheritable=False)
         if os.read(CHANNEL_FD, 1) != b"G":
             os._exit(0)
-        report: dict[str, object] = {}
         try:
             seal(plan)
-            report["rlimits"] = {n: list(resource.getrlimit(getattr(resource, "RLIMIT_" + n))) for n in plan["rlimits"]}
             prepare(plan)
         except Exception as error:
-            report["error"] = f"{type(error).__name__}: {error}"
-        text = json.dumps(report).encode()
-        with socket.socket(fileno=os.dup(CHANNEL_FD)) as end:
-            end.sendall(len(text).to_bytes(4, "big") + text)
-        if "error" not in report:
-            agent.serve(CHANNEL_FD, CHANNEL_FD, plan["folder"])
+            os.write(CHANNEL_FD, b"F" + f"{type(error).__name__}: {error}".encode())
+            return
+        os.write(CHANNEL_FD, b"S")
+        agent.serve(CHANNEL_FD, CHANNEL_FD, plan["folder"])
     finally:
         os._exit(1)
 

@@ -93,8 +93,8 @@ class SubprocessTier:
                 raise
             enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder)
             namespaces = process.namespaces(pid)  # while it can be asked: once sealed it is not dumpable
-            report = await handshake(ours, enclosure, tier=self.name)
-            receipt = _read_back(pid, uid, policy, rlimits, report, namespaces)
+            await handshake(ours, enclosure, tier=self.name)
+            receipt = _read_back(pid, uid, policy, rlimits, namespaces)
             enclosure.poll_memory(policy.limits.memory_bytes)
             fd = ours.detach()
             return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt)
@@ -227,7 +227,6 @@ def _read_back(
     uid: int,
     policy: Policy,
     rlimits: dict[str, int],
-    report: dict[str, Any],
     theirs: dict[str, int],
 ) -> Receipt:
     """The receipt, from /proc and the child's own reading of its rlimits. Raises StartError if a value is wrong."""
@@ -246,8 +245,10 @@ def _read_back(
         wrong.append("a namespace is the host's")
     if not private["net"] and policy.egress != ("*",):
         wrong.append("the network is the host's")
-    if report.get("rlimits") != {name: [value, value] for name, value in rlimits.items()}:
-        wrong.append(f"rlimits are {report.get('rlimits')}")
+    found = process.limits(pid)
+    wrong += [
+        f"{name} is {found[name.lower()]}" for name, value in rlimits.items() if found[name.lower()] != (value, value)
+    ]
     if wrong:
         raise StartError(f"not held as asked: {'; '.join(wrong)}", tier="subprocess")
     limits = policy.limits
@@ -269,6 +270,7 @@ def _read_back(
         Control("memory", best, "RLIMIT_DATA each, and a poller", str(limits.memory_bytes)),
         Control("pids", best, "RLIMIT_NPROC", str(limits.pids)),
         Control("disk", best, "RLIMIT_FSIZE, each file", str(limits.disk_bytes)),
+        Control("files", Held.OFF, "nothing counts them", ""),
         Control("cpu", Held.OFF, "nothing slows it down", ""),
         Control("cpu_time", best, "RLIMIT_CPU each, and a poller", str(limits.cpu_s)),
         Control("wall", hard, "the supervisor's clock and a kill of the PID namespace", str(limits.wall_s)),

@@ -1,0 +1,157 @@
+"""Runs attacks on tiers: the control first, then each tier, two workers at a time where they do not disturb.
+
+Killing the suite kills every worker: each holds the read end of a pipe whose write end is here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fumehood.attacks import host
+from fumehood.attacks.model import Attack, Finding, Verdict
+from fumehood.attacks.stage import ENV_NAME, new_canary
+from fumehood.attacks.worker import WORKER_S, Spec
+
+CONTROL = "none"
+AT_ONCE = 2
+
+Progress = Callable[[Finding, int, int], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """All findings of one call of the suite, and the facts of the host under which they hold."""
+
+    attacks: tuple[Attack, ...]
+    tiers: tuple[str, ...]  # without the control
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)  # (attack id, tier)
+    skipped: dict[str, str] = field(default_factory=dict)  # tier -> why this host lacks it
+    residue: dict[str, list[str]] = field(default_factory=dict)  # tier -> what was left at the end
+    audits: dict[str, list[str]] = field(default_factory=dict)  # tier -> claims of its receipt that are not true
+    receipts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def faulty(self) -> list[str]:
+        """Attacks that break nothing where nothing stops them, so that they prove nothing."""
+        return [
+            a.id
+            for a in self.attacks
+            if (f := self.findings.get((a.id, CONTROL))) is not None and f.verdict not in _PROVEN
+        ]
+
+    def count(self, tier: str, *verdicts: Verdict) -> int:
+        """How many attacks ended so on ``tier``."""
+        return sum(1 for a in self.attacks if (f := self.findings.get((a.id, tier))) and f.verdict in verdicts)
+
+    def failed(self) -> bool:
+        """Whether a boundary did not hold what it must, or something is not proven."""
+        found = any(f.failed for (_, tier), f in self.findings.items() if tier != CONTROL)
+        return bool(found or self.faulty() or any(self.residue.values()) or any(self.audits.values()))
+
+
+_PROVEN = (Verdict.BROKEN, Verdict.NOT_APPLICABLE)
+
+
+class Suite:
+    """Starts workers and collects their findings. Use as a context manager: leaving it kills what still runs."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
+        self._workers: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Suite:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in list(self._workers):
+            if worker.stdin is not None:
+                worker.stdin.close()  # the lifeline
+
+    def run(self, specs: Sequence[Spec], attacks: dict[str, Attack]) -> dict[Spec, Finding]:
+        """The finding of each spec; those that need the machine to themselves come last."""
+        together = [s for s in specs if not attacks[s.attack].alone]
+        alone = [s for s in specs if attacks[s.attack].alone]
+        findings: dict[Spec, Finding] = {}
+        for group, at_once in ((together, AT_ONCE), (alone, 1)):
+            self._some(group, at_once, findings, len(specs))
+        return findings
+
+    def _some(self, specs: Iterable[Spec], at_once: int, findings: dict[Spec, Finding], total: int) -> None:
+        with ThreadPoolExecutor(at_once) as pool:
+            pending: dict[Future[Finding], Spec] = {pool.submit(self._one, spec): spec for spec in specs}
+            try:
+                while pending:
+                    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        spec = pending.pop(future)
+                        findings[spec] = future.result()
+                        if self._progress is not None:
+                            self._progress(findings[spec], len(findings), total)
+            except BaseException:
+                for future in pending:
+                    future.cancel()
+                self.__exit__()
+                raise
+
+    def _one(self, spec: Spec) -> Finding:
+        began = time.monotonic()
+        text = json.dumps({"attack": spec.attack, "tier": spec.tier, "disabled": list(spec.disabled)})
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "fumehood.attacks.worker", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, ENV_NAME: new_canary("env")},
+        )  # fmt: skip
+        self._workers.add(worker)
+        try:
+            out, err = _communicate(worker)
+        finally:
+            self._workers.discard(worker)
+        try:
+            return Finding.from_dict(json.loads(out.splitlines()[-1]))
+        except (ValueError, IndexError, TypeError, KeyError):
+            why = err.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {worker.returncode}"]
+            return Finding(
+                spec.attack, spec.tier, Verdict.INCONCLUSIVE, f"the worker failed: {why[0]}", time.monotonic() - began
+            )
+
+
+def _communicate(worker: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Both streams of a worker; its stdin stays open until then, since its end means that the suite is gone."""
+    assert worker.stdin and worker.stdout and worker.stderr
+    timer = threading.Timer(WORKER_S, worker.stdin.close)
+    timer.start()
+    err: list[bytes] = []
+    reader = threading.Thread(target=lambda: err.append(worker.stderr.read()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    try:
+        out = worker.stdout.read()
+        worker.wait()
+        reader.join(5)
+    finally:
+        timer.cancel()
+        for stream in (worker.stdin, worker.stdout, worker.stderr):
+            stream.close()
+    return out, b"".join(err)
+
+
+def leftovers() -> set[str]:
+    """What sandboxes of any supervisor keep on this host while they live: cgroups, folders, shared memory."""
+    found = {str(folder) for folder in host.cgroup_folders() if "fumehood" in str(folder)}
+    for parent in ("/tmp", "/var/tmp", "/dev/shm"):
+        try:
+            names = os.listdir(parent)
+        except OSError:
+            continue
+        found |= {str(Path(parent, n)) for n in names if n.startswith(("fh-", "fumehood", "control-", "left-"))}
+    return found

@@ -1,0 +1,117 @@
+"""Fixtures for every tier: the suite below ``conformance/`` takes each tier of the registry as a parameter.
+
+A tier that this host lacks is skipped by name, with its own reason and remedy. The environment variable
+``FUMEHOOD_REQUIRE_TIERS`` (names with commas, or ``all``) makes a failure of that: continuous integration sets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fumehood import registry
+from fumehood.model import Policy
+from fumehood.runner import AsyncRunner, Runner
+from fumehood.tier import Features, Tier
+
+RunnerFactory = Callable[..., Runner]
+
+
+def required(name: str) -> bool:
+    """Whether the environment demands that this tier be there."""
+    wanted = os.environ.get("FUMEHOOD_REQUIRE_TIERS", "").replace(" ", "").split(",")
+    return "all" in wanted or name in wanted
+
+
+def need_tier(name: str) -> Tier:
+    """The tier, or the end of the test: a skip that says why, or a failure where the tier is required."""
+    tier = registry.make(name)
+    probe = tier.probe()
+    if probe.available:
+        return tier
+    text = f"tier {name} is not on this host: {probe.reason} (remedy: {probe.remedy})"
+    if required(name):
+        pytest.fail(text, pytrace=False)
+    pytest.skip(text)
+
+
+@pytest.fixture(params=registry.names())
+def tier_name(request: pytest.FixtureRequest) -> str:
+    """Every tier of the registry in turn."""
+    name: str = request.param
+    need_tier(name)
+    return name
+
+
+@pytest.fixture
+def features(tier_name: str) -> Features:
+    """What the tier under test promises."""
+    return registry.make(tier_name).features
+
+
+@pytest.fixture
+def full_python(tier_name: str, features: Features) -> None:
+    """For tests whose programs need more than a subset of Python."""
+    if not features.full_python:
+        pytest.skip(f"tier {tier_name} runs a subset of Python and says so in its features")
+
+
+@pytest.fixture(scope="session")
+def _default_runners() -> Iterator[Callable[[str], Runner]]:
+    made: dict[str, Runner] = {}
+    with contextlib.ExitStack() as stack:
+
+        def runner_of(name: str) -> Runner:
+            if name not in made:
+                made[name] = stack.enter_context(Runner(tier=name))
+            return made[name]
+
+        yield runner_of
+
+
+@pytest.fixture
+def runner(tier_name: str, _default_runners: Callable[[str], Runner]) -> Runner:
+    """A runner with the default policy, shared by the tests of this process."""
+    return _default_runners(tier_name)
+
+
+@pytest.fixture
+def runner_factory(tier_name: str) -> Iterator[RunnerFactory]:
+    """Makes runners of the tier under test by policy; closed at the test's end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(policy: Policy | None = None) -> Runner:
+            return stack.enter_context(Runner(tier=tier_name, policy=policy))
+
+        yield make
+
+
+@pytest.fixture
+def async_runner_factory(tier_name: str) -> Callable[..., AsyncRunner]:
+    """Makes asynchronous runners of the tier under test; the test closes them."""
+
+    def make(policy: Policy | None = None) -> AsyncRunner:
+        return AsyncRunner(tier=tier_name, policy=policy)
+
+    return make
+
+
+@pytest.fixture
+def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own for everything that the supervisor keeps in temporary files, so that it can be counted.
+
+    It must be passable by all, since sandboxes started by root run as other users.
+    """
+    folder = tempfile.mkdtemp(prefix="fumehood-test-")
+    os.chmod(folder, 0o755)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)

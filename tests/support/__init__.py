@@ -1,0 +1,1 @@
+"""Helpers of the tests: looks at the host from outside."""

@@ -1,0 +1,90 @@
+"""What a supervisor may not leave behind: one look at this process and its host, to be compared with a later one."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fumehood.linux import process
+
+#: How long the kernel may take to finish tearing down what was killed.
+PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Living processes below this one, its descriptors, mounts and control groups, and files where it keeps its own."""
+
+    processes: frozenset[str]
+    descriptors: frozenset[str]
+    mounts: frozenset[str]
+    cgroups: frozenset[str]
+    files: frozenset[str]
+
+    @classmethod
+    def take(cls, folder: Path) -> Look:
+        """Look now; ``folder`` is where temporary files go."""
+        return cls(
+            frozenset(_processes()),
+            frozenset(_descriptors()),
+            frozenset(Path("/proc/self/mountinfo").read_text().splitlines()),
+            frozenset(_cgroups()),
+            frozenset(str(p) for p in folder.iterdir()) | frozenset(_shared()),
+        )
+
+    def left(self, folder: Path) -> list[str]:
+        """What is there now and was not then; waits a little for what is about to go."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            now = Look.take(folder)
+            found = [
+                f"{kind[:-1]} {item}"
+                for kind in self.__slots__
+                for item in sorted(getattr(now, kind) - getattr(self, kind))
+            ]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
+
+
+def _processes() -> list[str]:
+    found = []
+    for pid in process.descendants(os.getpid()):
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            found.append(f"{pid} {name} started {process.start_time(pid)}")
+        except OSError:
+            continue
+    return found
+
+
+def _descriptors() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor that lists the folder
+        if not target.startswith("/proc/"):
+            found.append(f"{name} -> {target}")
+    return found
+
+
+def _cgroups() -> list[str]:
+    """Folders that this process made in any control group tree; their names begin with its pid."""
+    found = []
+    for mount in process.mounts(os.getpid()):
+        if mount.fs_type in ("cgroup", "cgroup2"):
+            for folder, names, _ in os.walk(mount.mount_point):
+                if os.path.basename(os.path.dirname(folder)) == "fumehood":
+                    if os.path.basename(folder).startswith(f"{os.getpid()}-"):
+                        found += [folder, *(f"{folder}/{name}" for name in names)]
+                    names.clear()
+    return found
+
+
+def _shared() -> list[str]:
+    """Entries of the host's shared memory folders that are not other tests' (whose names hold ``pym`` or ``psm``)."""
+    return [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "fumehood" in name]
