@@ -452,16 +452,14 @@ for _ in range(50):
         os._exit(0)
     os.wait()
 print("made", flush=True)
-input()
+time.sleep(60)
 """
-    guest.begin(code, stdin=True)
+    guest.begin(code)
     guest.end(until=b"made\n")
     deadline = time.monotonic() + TIMEOUT_S
     while len(descendants(guest.process.pid)) > 1:
         assert time.monotonic() < deadline, "zombies are left"
         time.sleep(0.01)
-    guest.send({"op": "stdin", "id": guest.ident, "more": False}, b"\n")
-    assert guest.end().status == 0
 
 
 @last_or_live

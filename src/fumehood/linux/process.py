@@ -202,12 +202,16 @@ def limits(pid: int) -> dict[str, tuple[int, int]]:
 
     Units are those of getrlimit(2); no limit is UNLIMITED. Raises ProcessLookupError.
     """
-    out = {}
-    for match in _LIMIT_LINE.finditer(_read(f"/proc/{pid}/limits").decode()):
-        name = _LIMIT_NAMES.get(match["label"])
-        if name is not None:
-            out[name] = (_limit(match["soft"]), _limit(match["hard"]))
-    return out
+    return dict(_parse_limits(_read(f"/proc/{pid}/limits")))
+
+
+@functools.lru_cache(maxsize=16)  # processes under one policy have one text
+def _parse_limits(text: bytes) -> tuple[tuple[str, tuple[int, int]], ...]:
+    return tuple(
+        (_LIMIT_NAMES[match["label"]], (_limit(match["soft"]), _limit(match["hard"])))
+        for match in _LIMIT_LINE.finditer(text.decode())
+        if match["label"] in _LIMIT_NAMES
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +227,22 @@ class MountInfo:
 
 
 def mounts(pid: int) -> list[MountInfo]:
-    """The mounts that ``pid`` sees, in the order they were made. Raises ProcessLookupError, PermissionError."""
+    """The mounts that ``pid`` sees, in the order they were made; ``uid=`` and ``gid=`` options are left out.
+
+    Raises ProcessLookupError, PermissionError.
+    """
     try:
-        return parse_mountinfo(_read_all(f"/proc/{pid}/mountinfo"))
+        # Mount ids, device numbers and owners differ between sandboxes that are alike otherwise.
+        return list(_parse_alike(_OWNERS.sub(b"", _IDS.sub(b"0 0 0:0 ", _read_all(f"/proc/{pid}/mountinfo")))))
     except OSError as error:
         if error.errno == errno.EINVAL:  # the process has exited and has no mount namespace any more
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), error.filename) from None
         raise
+
+
+@functools.lru_cache(maxsize=16)
+def _parse_alike(text: bytes) -> tuple[MountInfo, ...]:
+    return tuple(parse_mountinfo(text))
 
 
 def parse_mountinfo(text: bytes) -> list[MountInfo]:
@@ -258,6 +271,8 @@ _STATE, _PPID, _UTIME, _CSTIME, _NUM_THREADS, _STARTTIME = 0, 1, 11, 14, 17, 19
 
 _RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
 
+_IDS = re.compile(rb"^\d+ \d+ \d+:\d+ ", re.MULTILINE)
+_OWNERS = re.compile(rb",[ug]id=\d+")
 _LIMIT_LINE = re.compile(r"^Max (?P<label>\S+(?: \S+)*) {2,}(?P<soft>unlimited|\d+) +(?P<hard>unlimited|\d+)", re.M)
 
 # Labels of fs/proc/base.c lnames[].

@@ -118,7 +118,8 @@ def _disk(box: Box) -> None:
         os.mkdir(f"/tmp/{name}", 0o700)
         mount(f"/tmp/{name}", target, None, MS_BIND)
     os.chdir(WORK)
-    box.work_fd = os.open(WORK, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Not O_PATH: the supervisor lists the folder through it when no process of this namespace is left.
+    box.work_fd = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 @_control("proc", "proc subset=pid")

@@ -17,6 +17,7 @@ from fumehood.tiers.jail.controls import CLONED, MECHANISMS, WORK
 #: Where the sandbox may write; the same three folders of one tmpfs.
 WRITABLE = frozenset((WORK, "/tmp", "/dev/shm"))
 _FILTERS = 2
+_PAGE = os.sysconf("SC_PAGE_SIZE")  # the kernel rounds a tmpfs up to it and a memory limit down
 _NAMESPACE_OF = {
     "user_ns": "user",
     "mount_ns": "mnt",
@@ -136,7 +137,7 @@ def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
         if "nosuid" not in mount.options:
             unsafe.append(mount.mount_point)
     reading.take("read_only", not writable and not unsafe, f"writable: {writable}" if writable else "all but scratch")
-    reading.take("disk", size == f"size={policy.limits.disk_bytes // 1024}k", size or "unbounded")
+    reading.take("disk", size == f"size={-(-policy.limits.disk_bytes // _PAGE) * _PAGE // 1024}k", size or "unbounded")
     if not reading.off("disk"):
         good = inodes == f"nr_inodes={policy.limits.files + 4}"  # the three folders and the root of the tmpfs
         reading.take("files", good, inodes or "unbounded", mechanism=MECHANISMS["disk"])
@@ -145,11 +146,10 @@ def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
 
 def _limits(reading: Reading, policy: Policy, cgroup: dict[str, int | float | None], hard: tuple[str, ...]) -> None:
     limits = policy.limits
-    page = os.sysconf("SC_PAGE_SIZE")
     if "memory" in hard:
         value = cgroup.get("memory_bytes")
         swap = cgroup.get("swap_bytes", 0)
-        reading.take("memory", value == limits.memory_bytes // page * page and not swap, value)
+        reading.take("memory", value == limits.memory_bytes // _PAGE * _PAGE and not swap, value)
     else:
         reading.take("memory", True, limits.memory_bytes, Held.BEST_EFFORT, "RLIMIT_DATA each, and a poller")
     if "pids" in hard:

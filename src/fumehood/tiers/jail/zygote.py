@@ -27,8 +27,7 @@ import socket
 import sys
 import traceback
 
-_OUR_CODE = __file__.rsplit("/fumehood/", 1)[0]
-sys.path.insert(0, _OUR_CODE)
+sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.guest import agent
 from fumehood.linux import capabilities, landlock, seccomp
@@ -203,7 +202,7 @@ def prepare(config: dict[str, Any]) -> None:
     module, _, function = config["guest"].partition(":")
     config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
-    sys.path.remove(_OUR_CODE)  # programs see a plain interpreter
+    sys.path.remove(__file__.rsplit("/fumehood/", 1)[0])  # programs see a plain interpreter
     gc.collect()
     gc.freeze()
 

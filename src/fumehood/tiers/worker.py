@@ -1,0 +1,374 @@
+"""A language runtime as the boundary, in a worker of ours that itself runs in the jail where the host has one.
+
+Theory of operation::
+
+    supervisor ══ frames ══ worker ── the runtime (a child process, or a library in the worker) ── the program
+
+A worker is trusted like the guest agent and speaks its frames (:mod:`fumehood.guest.agent`), so that a
+:class:`~fumehood.session.GuestSandbox` serves here as it does everywhere: output is bounded, the deadline is held and
+the worker is killed from outside, whatever it does. The program reaches none of this: it has no system calls, only what
+the runtime gives it. What must break twice is the runtime and then the jail.
+
+Four things are added to the frames. The host's first is ``configure``; ``done`` may carry ``limit`` (the runtime ended
+the program for this outcome) and ``unsupported`` (what the program needs and the runtime lacks); and a program may call
+a host function: ``call`` from the worker, ``answer`` from the host, both with a JSON body.
+
+Where the host has no jail, the worker is a child process with rlimits, as the unprivileged user that runs the
+supervisor; the receipt then says so in its notes and its control ``jail`` is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fumehood
+from fumehood.enclosure import PidfdEnclosure, handshake
+from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.linux import process
+from fumehood.model import Boundary, Control, Held, Limits, Outcome, Policy, Receipt, Result
+from fumehood.session import GuestSandbox
+from fumehood.tiers.jail.client import Guest
+from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
+from fumehood.tiers.jail.tier import JailTier
+from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
+
+#: A host function that a program may call. Arguments and result are JSON values; it may be a coroutine function.
+Tool = Callable[..., Any]
+
+_PACKAGE = Path(fumehood.__file__).parent
+_PLAIN = str(_PACKAGE / "tiers" / "worker_child.py")
+_READY_TIMEOUT_S = 60.0
+_UNSUPPORTED_MAX = 200
+_CALLS_MAX = 16  # host functions under way at once
+_UID_FIRST = 0x6FFE0000  # for root's children where there is no jail, below those of tier subprocess
+_UID_COUNT = 0xFFFF
+_LIMITS = {o.value: o for o in (Outcome.MEMORY, Outcome.CPU, Outcome.WALL, Outcome.OUTPUT)}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a worker is made of.
+
+    ``packages`` are import names of this Python that the worker needs; ``files`` maps names inside the worker's folder
+    :attr:`home` to host paths, all read-only. The overheads are what worker and runtime take beside the program: they
+    are added to the policy's limits in the jail, where the runtime's own limit is the exact one.
+    """
+
+    tier: str
+    boundary: Boundary
+    entry: str  # module:function, called with read_fd, write_fd, workdir
+    modules: tuple[str, ...]  # of this package, relative to it
+    packages: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    memory_overhead_bytes: int = 0
+    pids_overhead: int = 0
+    open_files_min: int = 64
+
+    home = "/opt/worker"
+
+    def guest(self) -> Guest:
+        """For the jail: packages where its Python finds them, files in the worker's folder."""
+        site = f"{ENVIRONMENT_HOME}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        binds = [(path, f"{site}/{os.path.basename(path)}") for path in map(locate, self.packages)]
+        binds += [(path, f"{self.home}/{name}") for name, path in self.files.items()]
+        return Guest(self.entry, self.modules, tuple(binds))
+
+    def inner(self, policy: Policy) -> Policy:
+        """The policy of the jail around the worker."""
+        limits = policy.limits
+        wider = replace(
+            limits,
+            memory_bytes=limits.memory_bytes + self.memory_overhead_bytes,
+            pids=limits.pids + self.pids_overhead,
+            open_files=max(limits.open_files, self.open_files_min),
+        )
+        return replace(policy, limits=wider, floor=None, hard=())
+
+
+def locate(package: str) -> str:
+    """The folder, or the file, of an importable module, without importing it. Raises UnavailableError."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UnavailableError(f"the package {package} is not installed")
+    return str(Path(spec.origin).parent) if spec.submodule_search_locations else spec.origin
+
+
+def installed(package: str) -> bool:
+    """Whether ``package`` can be imported; it is not."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+class WorkerHost:
+    """Starts workers of one recipe. ``jailed`` None means where the host has the jail; False never (for tests)."""
+
+    def __init__(self, recipe: Recipe, *, jailed: bool | None = None) -> None:
+        self.recipe = recipe
+        self._jail: JailTier | None = None
+        self._jailed = jailed
+
+    def jailed(self) -> bool:
+        """Whether workers run in the jail. The first call probes the host for it."""
+        if self._jailed is None:
+            self._jailed = JailTier().probe().available
+        return self._jailed
+
+    async def create(
+        self,
+        policy: Policy,
+        *,
+        configure: Header,
+        controls: tuple[Control, ...],
+        notes: tuple[str, ...] = (),
+        tools: Mapping[str, Tool] | None = None,
+    ) -> WorkerSandbox:
+        """A worker that is ready for its program. Raises StartError, UnavailableError; nothing is left then."""
+        if await asyncio.to_thread(self.jailed):
+            if self._jail is None:
+                self._jail = JailTier(guest=self.recipe.guest())
+            channel, enclosure, inner = await self._jail.start(self.recipe.inner(policy))
+        else:
+            channel, enclosure, inner = await _start_plain(self.recipe, policy)
+        receipt = self._receipt(policy, inner, controls, notes)
+        sandbox = WorkerSandbox(channel, enclosure, policy, receipt, tools=tools or {})
+        try:
+            await channel.send({"op": "configure", **configure})
+            await sandbox.ready(_READY_TIMEOUT_S)
+        except BaseException as error:
+            await asyncio.shield(sandbox.close())
+            if isinstance(error, ChannelClosed):
+                raise StartError("the worker died while it started", tier=self.recipe.tier) from None
+            raise
+        return sandbox
+
+    def _receipt(
+        self, policy: Policy, inner: Receipt, controls: tuple[Control, ...], notes: tuple[str, ...]
+    ) -> Receipt:
+        limits = policy.limits
+        jailed = inner.tier == "jail"
+        around = (
+            Control("wall", Held.HARD, "the supervisor's clock and a kill of the worker", str(limits.wall_s)),
+            Control("output", Held.HARD, f"bounded reader, {policy.overflow}", str(limits.output_bytes)),
+            Control("jail", Held.HARD if jailed else Held.OFF, "the worker runs in the jail", str(jailed).lower()),
+            *(replace(c, name=f"{'jail' if jailed else 'worker'}.{c.name}") for c in inner.controls),
+        )
+        if not jailed:
+            notes = (*notes, "this host has no jail: the worker is a child process with rlimits")
+        return Receipt(self.recipe.tier, self.recipe.boundary, (*controls, *around), host=inner.host, notes=notes)
+
+    async def close(self) -> None:
+        """Release the jail's templates. Idempotent."""
+        if self._jail is not None:
+            jail, self._jail = self._jail, None
+            await jail.close()
+
+
+class WorkerSandbox(GuestSandbox):
+    """A sandbox whose guest is a worker: see the module for what its frames have more."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        enclosure: PidfdEnclosure,
+        policy: Policy,
+        receipt: Receipt,
+        *,
+        tools: Mapping[str, Tool],
+    ) -> None:
+        self._tools = tools
+        self._calls: set[asyncio.Task[None]] = set()
+        self._unsupported: str | None = None
+        super().__init__(channel, enclosure, policy, receipt, env={})
+
+    async def exec(self, *args: Any, **kwargs: Any) -> Result:
+        """See :class:`fumehood.tier.Sandbox`."""
+        self._unsupported = None
+        try:
+            result = await super().exec(*args, **kwargs)
+        finally:
+            for task in self._calls:
+                task.cancel()
+        return replace(result, unsupported=self._unsupported) if self._unsupported else result
+
+    def _on_frame(self, header: Header, body: bytes) -> None:
+        if header["op"] == "call":
+            self._take_call(header, body)
+            return
+        run = self._run
+        if header["op"] == "done" and run is not None and header.get("id") == run.ident and not run.done.done():
+            limit, unsupported = header.get("limit"), header.get("unsupported")
+            if isinstance(limit, str) and limit in _LIMITS:
+                run.imposed = _LIMITS[limit]
+            if isinstance(unsupported, str):
+                self._unsupported = unsupported[:_UNSUPPORTED_MAX]
+        super()._on_frame(header, body)
+
+    # --- host functions
+
+    def _take_call(self, header: Header, body: bytes) -> None:
+        run, ident = self._run, header.get("call")
+        if run is None or header.get("id") != run.ident or type(ident) is not int:
+            return
+        if len(self._calls) >= _CALLS_MAX:
+            self._kill("too many calls of host functions at once")
+            return
+        task = self._loop.create_task(self._serve_call(ident, body))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _serve_call(self, ident: int, body: bytes) -> None:
+        try:
+            answer, ok = await self._call(body), True
+        except (Exception, RecursionError) as error:
+            # The kind of error and no more: a message may hold what only the host should know.
+            answer, ok = json.dumps(type(error).__name__).encode(), False
+        with contextlib.suppress(ChannelClosed):
+            self._channel.post({"op": "answer", "call": ident, "ok": ok}, answer)
+
+    async def _call(self, body: bytes) -> bytes:
+        request = json.loads(body)
+        name, args, kwargs = request["name"], request["args"], request["kwargs"]
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise TypeError("malformed call")
+        tool = self._tools[name]
+        if asyncio.iscoroutinefunction(tool):
+            value = await tool(*args, **kwargs)
+        else:
+            value = await asyncio.to_thread(tool, *args, **kwargs)
+            if isinstance(value, Awaitable):
+                value = await value
+        answer = json.dumps(value, allow_nan=False).encode()
+        if len(answer) > BODY_MAX:
+            raise ValueError("the result is too long")
+        return answer
+
+
+# --- without a jail
+
+
+class PlainEnclosure(PidfdEnclosure):
+    """A worker that is a plain child process: it and its process group are killed, its folder is removed."""
+
+    def __init__(self, child: subprocess.Popen[bytes], pidfd: int, folder: str) -> None:
+        super().__init__(child.pid, pidfd, None, cpu_after_death=self._used)
+        self._child = child
+        self._folder = folder
+        self.work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and to what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._death.done():
+                os.killpg(self._child.pid, signal.SIGKILL)
+        super().kill()
+
+    async def _used(self) -> float | None:
+        return None
+
+    async def release(self) -> None:
+        """Reap the child and remove the folder as well."""
+        from fumehood.folders import remove_tree
+
+        if not self._released:
+            await super().release()
+            await asyncio.to_thread(self._child.wait)
+            await asyncio.to_thread(remove_tree, self._folder)
+
+
+async def _start_plain(recipe: Recipe, policy: Policy) -> tuple[Channel, PidfdEnclosure, Receipt]:
+    """A worker as a child process with rlimits. Raises StartError, UnavailableError."""
+    import tempfile
+
+    if sys.platform != "linux":
+        raise UnavailableError(f"needs Linux; this is {sys.platform}", tier=recipe.tier)
+    root = os.geteuid() == 0
+    uid = _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT) if root else os.geteuid()
+    folder = tempfile.mkdtemp(prefix="fumehood-")
+    limits = recipe.inner(policy).limits
+    rlimits = _rlimits(limits)
+    plan = {
+        "uid": uid if root else None,
+        "rlimits": rlimits,
+        "folder": folder,
+        "entry": recipe.entry,
+        "site": sorted({str(Path(locate(package)).parent) for package in recipe.packages}),
+        "files": dict(recipe.files),
+    }
+    ours, theirs = socket.socketpair()
+    enclosure = None
+    try:
+        if root:
+            os.chown(folder, uid, uid)
+        child = subprocess.Popen(
+            [base_python(), "-I", "-S", "-B", _PLAIN, str(theirs.fileno()), json.dumps(plan)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            cwd=folder,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        enclosure = PlainEnclosure(child, os.pidfd_open(child.pid), folder)
+        theirs.close()
+        report = await handshake(ours, enclosure, tier=recipe.tier)
+        if report.get("rlimits") != {name: [value, value] for name, value in rlimits.items()}:
+            raise StartError(f"not held as asked: rlimits are {report.get('rlimits')}", tier=recipe.tier)
+        receipt = _plain_receipt(child.pid, rlimits, limits)
+        enclosure.poll_memory(limits.memory_bytes)
+        ours.setblocking(False)
+        fd = ours.detach()
+        return Channel(fd, fd), enclosure, receipt
+    except BaseException as error:
+        ours.close()
+        if enclosure is None:
+            os.rmdir(folder)
+        else:
+            await asyncio.shield(enclosure.discard())
+        if isinstance(error, OSError) and not isinstance(error, FumehoodError):
+            raise StartError(f"the worker could not be set up: {error}", tier=recipe.tier) from None
+        raise
+    finally:
+        theirs.close()
+
+
+def _rlimits(limits: Limits) -> dict[str, int]:
+    return {
+        "CORE": 0,
+        "NOFILE": limits.open_files,
+        "FSIZE": limits.disk_bytes,
+        "CPU": math.ceil(limits.cpu_s) + 1,
+        "DATA": limits.memory_bytes,
+    }
+
+
+def _plain_receipt(pid: int, rlimits: dict[str, int], limits: Limits) -> Receipt:
+    status = process.status(pid)
+    if status["NoNewPrivs"] != 1:
+        raise StartError("not held as asked: no_new_privs is off")
+    listed = " ".join(f"{name}={value}" for name, value in rlimits.items())
+    controls = (
+        Control("no_new_privs", Held.HARD, "PR_SET_NO_NEW_PRIVS", "1"),
+        Control("rlimits", Held.HARD, "setrlimit(2)", listed),
+        Control("memory", Held.BEST_EFFORT, "RLIMIT_DATA each, and a poller", str(limits.memory_bytes)),
+        Control("cpu_time", Held.BEST_EFFORT, "RLIMIT_CPU each, and a poller", str(limits.cpu_s)),
+    )
+    system = os.uname()
+    host = f"{system.sysname} {system.release} {system.machine}"
+    return Receipt("worker", Boundary.LIMITS, controls, host=host)
