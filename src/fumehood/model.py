@@ -361,6 +361,7 @@ class Result:
     usage: Usage
     receipt: Receipt
     artifacts: tuple[Artifact, ...] = ()
+    unsupported: str | None = None  # what the program needs and the tier's Python lacks, e.g. "import numpy"
 
     @property
     def stdout(self) -> str:
@@ -393,6 +394,7 @@ class Result:
             "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "timed_out": self.timed_out,
+            "unsupported": self.unsupported,
             "truncated": self.truncated,
             "seconds": round(self.seconds, 6),
             "stdout": self.stdout,

@@ -63,7 +63,7 @@ class AsyncRunner:
         """
         wanted = _program(program)
         inputs = {check_path(path): data for path, data in (files or {}).items()}
-        require(self.tier, self.policy, program=wanted)
+        require(self.tier, self.policy, program=wanted, files=bool(inputs) or out is not None)
         sandbox = await self._create()
         try:
             for path, data in inputs.items():
@@ -78,6 +78,7 @@ class AsyncRunner:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Sandbox]:
         """A live sandbox, destroyed at the end of the block. Raises as :meth:`run` does before anything ran."""
+        require(self.tier, self.policy, live=True)
         sandbox = await self._create()
         try:
             yield sandbox
@@ -216,6 +217,7 @@ class Runner:
     @contextlib.contextmanager
     def open(self) -> Iterator[LiveSandbox]:
         """A live sandbox, destroyed at the end of the block."""
+        require(self.tier, self.policy, live=True)
         sandbox = self._portal.call(self._core._create())
         try:
             yield LiveSandbox(self._portal, sandbox)

@@ -124,10 +124,19 @@ class Tier(Protocol):
         ...
 
 
-def require(tier: Tier, policy: Policy, *, floor: Boundary | None = None, program: Program | None = None) -> None:
+def require(
+    tier: Tier,
+    policy: Policy,
+    *,
+    floor: Boundary | None = None,
+    program: Program | None = None,
+    files: bool = False,
+    live: bool = False,
+) -> None:
     """Refuse, by name and before anything starts, whatever ``tier`` cannot hold.
 
-    ``floor`` is the caller's; the policy's own floor is checked beside it. Raises UnsupportedError.
+    ``floor`` is the caller's; the policy's own floor is checked beside it. ``files``: some go in or artifacts out;
+    ``live``: the sandbox is opened for more than one exec. Raises UnsupportedError.
     """
     features = tier.features
     unmet: list[str] = []
@@ -147,6 +156,10 @@ def require(tier: Tier, policy: Policy, *, floor: Boundary | None = None, progra
         unmet.append("egress by an allow-list")
     if isinstance(program, Command) and not features.commands:
         unmet.append("commands")
+    if files and not features.files:
+        unmet.append("files")
+    if live and not features.live:
+        unmet.append("live sandboxes")
     if policy.hard:
         held = tier.probe().hard
         unmet.extend(f"a hard limit on {name}" for name in policy.hard if name not in held)

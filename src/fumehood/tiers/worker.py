@@ -56,6 +56,7 @@ _UNSUPPORTED_MAX = 200
 _CALLS_MAX = 16  # host functions under way at once
 _UID_FIRST = 0x6FFE0000  # for root's children where there is no jail, below those of tier subprocess
 _UID_COUNT = 0xFFFF
+_IN_JAIL = Control("jail", Held.HARD, "the worker runs in the jail", "yes")
 _LIMITS = {o.value: o for o in (Outcome.MEMORY, Outcome.CPU, Outcome.WALL, Outcome.OUTPUT)}
 
 
@@ -148,7 +149,9 @@ class WorkerHost:
         receipt = self._receipt(policy, inner, controls, notes)
         sandbox = WorkerSandbox(channel, enclosure, policy, receipt, tools=tools or {})
         try:
-            await channel.send({"op": "configure", **configure})
+            home = self.recipe.home if receipt.control("jail") == _IN_JAIL else None
+            files = {n: f"{home}/{n}" if home else path for n, path in self.recipe.files.items()}
+            await channel.send({"op": "configure", **configure, "files": files})
             await sandbox.ready(_READY_TIMEOUT_S)
         except BaseException as error:
             await asyncio.shield(sandbox.close())
@@ -165,7 +168,7 @@ class WorkerHost:
         around = (
             Control("wall", Held.HARD, "the supervisor's clock and a kill of the worker", str(limits.wall_s)),
             Control("output", Held.HARD, f"bounded reader, {policy.overflow}", str(limits.output_bytes)),
-            Control("jail", Held.HARD if jailed else Held.OFF, "the worker runs in the jail", str(jailed).lower()),
+            _IN_JAIL if jailed else replace(_IN_JAIL, held=Held.OFF, value="no"),
             *(replace(c, name=f"{'jail' if jailed else 'worker'}.{c.name}") for c in inner.controls),
         )
         if not jailed:
@@ -308,7 +311,6 @@ async def _start_plain(recipe: Recipe, policy: Policy) -> tuple[Channel, PidfdEn
         "folder": folder,
         "entry": recipe.entry,
         "site": sorted({str(Path(locate(package)).parent) for package in recipe.packages}),
-        "files": dict(recipe.files),
     }
     ours, theirs = socket.socketpair()
     enclosure = None

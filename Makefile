@@ -1,0 +1,29 @@
+# `make demo` and `make test` do their own set-up; `make help` lists the rest.
+.PHONY: help demo test check bench verify clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: ## analyse a real table in the jail: a chart and a summary in build/demo/
+	@scripts/setup.sh
+	@.venv/bin/python examples/demo.py
+
+test: ## install what the tests need and run the whole suite
+	@scripts/test.sh
+
+check: ## lint, format and types
+	@scripts/setup.sh test,dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: ## cold latency of the jail as a ratio to a bare interpreter
+	@scripts/setup.sh
+	@.venv/bin/python benchmarks/cold.py
+
+verify: ## attack every tier that this host has
+	@scripts/setup.sh
+	@.venv/bin/fumehood verify
+
+clean: ## remove what the targets above made
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache
