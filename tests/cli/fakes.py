@@ -40,6 +40,7 @@ class Stage:
     outcome: Outcome = Outcome.EXITED
     exit_code: int | None = 0
     dropped: int = 0
+    unsupported: str | None = None
     left: dict[str, bytes] = field(default_factory=dict)
 
     def print(self, data: bytes, *, err: bool = False) -> None:
@@ -95,6 +96,11 @@ async def truncated(stage: Stage) -> None:
     stage.dropped = 2048
 
 
+async def lacking(stage: Stage) -> None:
+    stage.end(Outcome.EXITED, 1)
+    stage.unsupported = "import numpy"
+
+
 async def unstartable(stage: Stage) -> None:
     raise StartError("no room", tier="fake", remedy="make room")
 
@@ -122,7 +128,7 @@ def _ending(outcome: Outcome, exit_code: int | None = None) -> Callable[[Stage],
     return script
 
 
-_PLAYS = (hello, inputs, limits, hostile, forever, flood, leave, truncated, babble)
+_PLAYS = (hello, inputs, limits, hostile, forever, flood, leave, truncated, babble, lacking)
 _FAILURES = (unstartable, lost, no_space, broken, host_fails)
 _ENDINGS = {o.value: _ending(o) for o in Outcome if o not in (Outcome.EXITED, Outcome.SIGNALED)}
 
@@ -156,7 +162,16 @@ class FakeSandbox:
         self._left = stage.left
         usage = Usage(stdout_bytes=len(stage.out) + stage.dropped, stderr_bytes=len(stage.err))
         seconds = time.perf_counter() - began
-        return Result(stage.outcome, stage.exit_code, bytes(stage.out), bytes(stage.err), seconds, usage, self.receipt)
+        return Result(
+            stage.outcome,
+            stage.exit_code,
+            bytes(stage.out),
+            bytes(stage.err),
+            seconds,
+            usage,
+            self.receipt,
+            unsupported=stage.unsupported,
+        )
 
     async def write_file(self, path: str, data: bytes) -> None:
         self._files[path] = data

@@ -220,12 +220,13 @@ def test_large_code_and_stdin(tmp_path: Path) -> None:
 
 def test_wall(tmp_path: Path) -> None:
     async def body(open_one: Open) -> None:
-        sandbox, enclosure = open_one(Policy(limits=Limits(wall_s=1.0, cpu_s=600)))
+        sandbox, enclosure = open_one(Policy(limits=Limits(wall_s=2.0, cpu_s=600)))
+        await sandbox.ready(30)
         code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(30)\n" + LOOP
         result = await sandbox.exec(Code(code), last=True)
         assert (result.outcome, result.exit_code, result.timed_out) == (Outcome.WALL, None, True)
         assert result.stdout == "on\n"
-        assert 1.0 <= result.seconds < 10
+        assert 2.0 <= result.seconds < 20
         assert enclosure.process is not None
         assert enclosure.process.poll() is not None
         with pytest.raises(ClosedError, match="wall"):
@@ -236,7 +237,8 @@ def test_wall(tmp_path: Path) -> None:
 
 def test_wall_of_a_program_that_stops_itself(tmp_path: Path) -> None:
     async def body(open_one: Open) -> None:
-        sandbox, _ = open_one(Policy(limits=Limits(wall_s=1.0, cpu_s=600)))
+        sandbox, _ = open_one(Policy(limits=Limits(wall_s=2.0, cpu_s=600)))
+        await sandbox.ready(30)
         code = "import os, signal; print('on', flush=True); os.killpg(0, signal.SIGSTOP)"
         assert (await sandbox.exec(Code(code))).outcome is Outcome.WALL
 
@@ -246,6 +248,7 @@ def test_wall_of_a_program_that_stops_itself(tmp_path: Path) -> None:
 def test_cpu_is_watched_from_outside(tmp_path: Path) -> None:
     async def body(open_one: Open) -> None:
         sandbox, enclosure = open_one(Policy(limits=Limits(wall_s=60, cpu_s=0.2, cpus=2)))
+        await sandbox.ready(30)
         begun = time.monotonic()
         enclosure.usage = lambda: (time.monotonic() - begun, None)  # type: ignore[method-assign]
         result = await sandbox.exec(Code(LOOP))
@@ -460,12 +463,14 @@ def test_artifacts_are_what_the_program_left(tmp_path: Path) -> None:
 # --- a guest that lies -----------------------------------------------------------------------------------------------
 
 
-def lying(tmp_path: Path, body: Callable[[GuestSandbox, TreeEnclosure, socket.socket], Awaitable[None]]) -> None:
+def lying(
+    tmp_path: Path, body: Callable[[GuestSandbox, TreeEnclosure, socket.socket], Awaitable[None]], wall_s: float = 60
+) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         fd = ours.detach()
         enclosure = TreeEnclosure(None, tmp_path)
-        sandbox = GuestSandbox(Channel(fd, fd), enclosure, Policy(limits=Limits(wall_s=5, cpu_s=600)), RECEIPT)
+        sandbox = GuestSandbox(Channel(fd, fd), enclosure, Policy(limits=Limits(wall_s=wall_s, cpu_s=600)), RECEIPT)
         with theirs:
             theirs.setblocking(False)
             await body(sandbox, enclosure, theirs)
@@ -569,4 +574,4 @@ def test_file_operation_of_a_silent_guest_ends_at_the_deadline(tmp_path: Path) -
             await sandbox.read_file("x")
         assert enclosure.kills
 
-    lying(tmp_path, body)
+    lying(tmp_path, body, wall_s=0.2)

@@ -101,7 +101,7 @@ class Quota:
     @classmethod
     def parse(cls, text: str) -> Quota:
         """A quota from ``session:runs=100/3600`` or ``key:sandboxes=4``. Raises PolicyError."""
-        what, equals, amount = text.partition("=")
+        what, _, amount = text.partition("=")
         per, _, resource = what.partition(":")
         limit, slash, window = amount.partition("/")
         try:
@@ -294,10 +294,20 @@ class Owner:
         """Whether this process has ended, as far as ``looker`` can tell; by its lease where it cannot look."""
         if (self.boot, self.pid_namespace) != (looker.boot, looker.pid_namespace) or not self.started:
             return lease_over
-        return _started(self.pid) != self.started
+        started = _started(self.pid)
+        if started:
+            return started != self.started
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # it is there, and /proc hides it from us (hidepid)
+            return lease_over
+        return _started(self.pid) != self.started  # a zombie
 
 
 def _started(pid: int) -> str:
+    """When a process started; "" if it cannot be read or the process is a zombie, whose work is over."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -56,7 +56,7 @@ leak("/proc/%d/environ" % T.supervisor)
 with trying:
     with open("/proc/%d/mem" % T.bystander, "rb", 0) as memory:
         memory.seek(T.bystander_address)
-        say(memory.read(128))
+        say(repr(memory.read(128)))
 """,
         watch.printed("env"),
     ),
@@ -68,7 +68,7 @@ local = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), 128)
 remote = (ctypes.c_uint64 * 2)(T.bystander_address, 128)
 with trying:
     syscall("process_vm_readv", T.bystander, local, 1, remote, 1, 0)
-    say(buffer.raw)
+    say(repr(buffer.raw))
 """,
         watch.printed("env"),
     ),

@@ -76,7 +76,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
         return end(Verdict.NOT_APPLICABLE, f"the tier has no {lacking[0].replace('_', ' ')}")
     policy = attack.policy(base)
     mounted = str(stage.open)
-    if tier.features.mounts:
+    if tier.features.mounts and "T.mounted" in attack.program:
         mounted = _MOUNTED
         policy = replace(policy, mounts=(*policy.mounts, Mount(str(stage.open), _MOUNTED)))
     nothing = Residue.take(stage)
@@ -148,7 +148,8 @@ async def _watched(
         while not task.done():
             await asyncio.wait([task], timeout=LOOK_S)
             run.look()
-            if not task.done() and (run.done or _succeeded(run) or run.seconds > GIVE_UP_S):
+            seen = None if run.attack.second else run.judge()
+            if not task.done() and (run.done or seen or run.seconds > GIVE_UP_S):
                 break
         if run.attack.second and run.attack.second_when == "beside":
             await _second(run, tier, targets)
@@ -162,10 +163,6 @@ async def _watched(
     finally:
         if not task.done():
             run.task = task
-
-
-def _succeeded(run: Run) -> bool:
-    return not run.attack.second and run.attack.watch.judge(run) is not None
 
 
 async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
@@ -215,24 +212,31 @@ async def _destroy(run: Run, sandbox: Sandbox) -> None:
 
 
 async def _survivors(run: Run) -> list[str]:
-    """Who is alive once the dead had time to be counted as such."""
+    """Who is alive once the dead had time to be counted as such.
+
+    A process that forks and dies may slip through one look at the table, so that one empty look is not enough.
+    """
     alive: list[str] = []
-    for _ in range(40):
-        alive = run.alive()
-        if run.control:
-            # The guard, which watches the control's programs, is not one of them; nor is a program in mid-run, which
-            # the control never kills.
-            return alive[1:] if run.result is not None else alive[2:]
-        if not alive:
+    empty = 0
+    # The guard, which watches the control's programs, is not one of them; nor is a program in mid-run, which the
+    # control never kills.
+    expected = (1 if run.result is not None else 2) if run.control else 0
+    for _ in range(60):
+        alive = run.alive()[expected:]
+        if run.control and alive:
+            return alive
+        empty = 0 if alive else empty + 1
+        if empty == 6:
             return []
         await asyncio.sleep(LOOK_S)
     return alive
 
 
 def _judge(run: Run) -> tuple[Verdict, str]:
-    seen = run.attack.watch.judge(run)
-    if seen is not None:
+    if seen := run.judge():
         return Verdict.BROKEN, seen
+    if run.unseen:
+        return Verdict.INCONCLUSIVE, f"the host could not see: {run.unseen}"
     if run.closed and run.close_failure and not run.control:
         return Verdict.BROKEN, f"destroying the sandbox failed: {run.close_failure}"
     if run.attack.uploads and run.refusals:

@@ -64,7 +64,8 @@ for pid in [*others(), T.bystander]:
         """
 for pid in [*others(), T.bystander]:
     for fd in range(3, 64):
-        leak("/proc/%d/fd/%d" % (pid, fd))
+        with trying:
+            say(os.read(os.open("/proc/%d/fd/%d" % (pid, fd), os.O_RDONLY | os.O_NONBLOCK), 4096))
 """,
         watch.printed("fd"), "CVE-2024-21626",
     ),

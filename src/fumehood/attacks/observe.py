@@ -56,12 +56,23 @@ class Run:
     orphans: list[str] = field(default_factory=list)  # alive after the supervisor was killed
     bystander_tracer: str = "0"
     traced: list[str] = field(default_factory=list)
-    probes: set[str] = field(default_factory=set)  # what a watch asked the engine to look at, and was there
+    seen: str | None = None  # the evidence, once there is some
+    unseen: str | None = None  # what the host could not read
 
     @property
     def armed(self) -> bool:
         """Whether the attacker got as far as its attempt."""
-        return ARMED in self.output or self.result is not None and ARMED in self.result.stdout_data
+        return bool(self.done) or ARMED in self.output or self.result is not None and ARMED in self.result.stdout_data
+
+    def judge(self) -> str | None:
+        """Ask the watch, and keep its answer. One that reads a marked process is asked once, while that is held."""
+        watch = self.attack.watch
+        if self.seen is None and not (watch.marked and (self.closed or not self.done)):
+            try:
+                self.seen = watch.judge(self)
+            except (OSError, ValueError) as error:
+                self.unseen = f"{type(error).__name__}: {error}"
+        return self.seen
 
     @property
     def cpu_s(self) -> float:
@@ -105,7 +116,7 @@ class Run:
             self.comms.add(proc.comm)
         self._look_memory(processes)
         self.supervisor_peak_bytes = max(self.supervisor_peak_bytes, procfs.resident_bytes())
-        if self.attack.watch.marked and not self.done:
+        if not self.done:
             self._look_marked(processes)
 
     def _look_memory(self, processes: dict[int, Proc]) -> None:
@@ -124,6 +135,8 @@ class Run:
         if not marked:
             return
         self.done = [seen for seen in map(procfs.posture, marked) if seen is not None]
+        if any(not seen.readable for seen in self.done):
+            self.unseen = "the kernel does not let the host read the process"
         self.bystander_tracer = procfs.status(self.stage.bystander.pid).get("TracerPid", "0")
         for pid, proc in processes.items():
             tracer = procfs.status(pid).get("TracerPid", "0")

@@ -17,7 +17,7 @@ from pathlib import Path
 from fumehood.attacks import host
 from fumehood.attacks.model import Watch
 from fumehood.attacks.observe import Run, self_namespaces
-from fumehood.attacks.procfs import Posture, descendants, limits, namespaces
+from fumehood.attacks.procfs import Posture, descendants, namespaces
 from fumehood.attacks.procfs import status as process_status
 
 MiB = 1 << 20
@@ -213,10 +213,7 @@ def entries_over(folder: str, count: int) -> Watch:
     """More files in a folder of the work folder than the limit on files."""
 
     def check(run: Run, seen: Posture) -> str | None:
-        try:
-            have = len(os.listdir(f"/proc/{seen.pid}/cwd/{folder}"))
-        except OSError:
-            return None
+        have = len(os.listdir(f"/proc/{seen.pid}/cwd/{folder}"))
         return f"{have} files in one folder" if have > count else None
 
     return _on_marked(f"files in the program's folder (over {count})", check)
@@ -579,11 +576,9 @@ def whole_proc() -> Watch:
     """The sandbox sees a /proc with the kernel's own files, or the host's processes."""
 
     def check(_run: Run, seen: Posture) -> str | None:
-        for line in seen.mountinfo:
-            head, _, tail = line.partition(" - ")
-            if tail.startswith("proc ") and "subset=pid" not in tail:
-                return f"{head.split()[4]} is a whole proc"
-        return None
+        top = {line.split()[4]: line.partition(" - ")[2] for line in seen.mountinfo}  # the last one covers the others
+        whole = [where for where, tail in top.items() if tail.startswith("proc ") and "subset=pid" not in tail]
+        return f"{whole[0]} is a whole proc" if whole else None
 
     return _on_marked("proc without subset=pid in /proc/PID/mountinfo", check)
 
@@ -711,7 +706,7 @@ def node_made(name: str) -> Watch:
     def check(_run: Run, seen: Posture) -> str | None:
         try:
             mode = os.stat(f"/proc/{seen.pid}/cwd/{name}", follow_symlinks=False).st_mode
-        except OSError:
+        except FileNotFoundError:
             return None
         return "made a device node" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else None
 
@@ -752,11 +747,6 @@ def bounded_by(name: str, value: int) -> Callable[[Run], int]:
     """A constant limit; ``name`` is for the reader of the catalogue."""
     del name
     return lambda _run: value
-
-
-def own_limits() -> dict[str, str]:
-    """The supervisor's own limits."""
-    return limits()
 
 
 # --- facts of the host

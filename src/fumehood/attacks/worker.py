@@ -11,16 +11,19 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass, replace
 
 from fumehood import registry
 from fumehood.attacks import guard, procfs
 from fumehood.attacks.catalogue import by_id
 from fumehood.attacks.engine import face, make_control
-from fumehood.attacks.model import Attack, Finding, Verdict
+from fumehood.attacks.model import Attack, Finding
+from fumehood.attacks.orphan import face_orphan
 from fumehood.attacks.stage import Stage
-from fumehood.model import Policy
+from fumehood.model import Code, Policy
 from fumehood.tier import Tier
 
 #: The suite gives up on a worker after this long.
@@ -34,45 +37,38 @@ class Spec:
     attack: str
     tier: str  # "none" is the control
     disabled: tuple[str, ...] = ()
+    inner: bool = False  # the supervisor that attack G6 kills
 
 
 def main() -> int:
     """Carry out the attack of the spec in argv and print the finding."""
-    spec = Spec(**json.loads(sys.argv[1]))
-    spec = Spec(spec.attack, spec.tier, tuple(spec.disabled))
+    told = json.loads(sys.argv[1])
+    spec = Spec(told["attack"], told["tier"], tuple(told["disabled"]), told.get("inner", False))
     procfs.become_subreaper()
+    threading.Thread(target=_lifeline, daemon=True).start()
     answer = os.dup(1)
     os.dup2(2, 1)
-    threading.Thread(target=_lifeline, daemon=True).start()
     finding = carry_out(spec)
     os.write(answer, json.dumps(finding.to_dict()).encode() + b"\n")
     guard.kill_all()
     return 0
 
 
-def carry_out(spec: Spec, policy: Policy | None = None) -> Finding:
+def carry_out(spec: Spec) -> Finding:
     """The finding of one attack on one tier, with this process as the supervisor."""
     attack = by_id(spec.attack)
     assert attack is not None, spec.attack
-    if attack.orphan:
-        from fumehood.attacks.orphan import face_orphan
-
+    if attack.orphan and not spec.inner:
         return face_orphan(attack, spec)
-    finding = asyncio.run(_face(attack, spec, policy or Policy()))
-    return finding
-
-
-async def _face(attack: Attack, spec: Spec, policy: Policy) -> Finding:
-    from dataclasses import replace
+    if attack.orphan:
+        _only_run(attack, spec)
 
     def make(attack: Attack, stage: Stage) -> Tier:
-        os.environ["TMPDIR"] = str(stage.work)
-        import tempfile
-
-        tempfile.tempdir = None
+        # What tiers make for themselves on the host is then seen, and gone with the stage.
+        os.environ["TMPDIR"] = tempfile.tempdir = str(stage.work)
         return make_tier(spec, attack, stage)
 
-    finding = await face(attack, make, policy, terminal=attack.group == "kernel")
+    finding = asyncio.run(face(attack, make, Policy(), terminal=attack.group == "kernel"))
     return replace(finding, tier=spec.tier)
 
 
@@ -87,6 +83,22 @@ def make_tier(spec: Spec, attack: Attack, stage: Stage) -> Tier:
     return registry.make(spec.tier)
 
 
+def _only_run(attack: Attack, spec: Spec) -> None:
+    """Run the program and wait to be killed; what is left of the folder is the caller's to remove."""
+    from pathlib import Path
+
+    from fumehood.attacks.control import ControlTier
+    from fumehood.attacks.prelude import compose
+
+    async def run() -> None:
+        tier: Tier = ControlTier(home=Path("/")) if spec.tier == "none" else registry.make(spec.tier)
+        sandbox = await tier.create(Policy())
+        await sandbox.exec(Code(compose(attack.program, {})), last=True)
+
+    asyncio.run(run())
+    time.sleep(60)
+
+
 def _lifeline() -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 1):
@@ -94,8 +106,6 @@ def _lifeline() -> None:
     guard.kill_all()
     os.kill(os.getpid(), signal.SIGKILL)
 
-
-__all__ = ["Spec", "Verdict", "asdict", "carry_out", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

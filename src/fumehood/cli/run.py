@@ -290,7 +290,7 @@ def _unwritable(error: OSError) -> int:
 
 
 def _explain(result: Result, policy: Policy) -> None:
-    """On stderr, in words: the limit that ended it, output that was dropped, files saved and skipped."""
+    """On stderr, in words: what ended it or was lacking, output that was dropped, files saved and skipped."""
     limits = policy.limits
     reasons = {
         Outcome.WALL: f"ran longer than the {limits.wall_s:g} s allowed",
@@ -304,6 +304,8 @@ def _explain(result: Result, policy: Policy) -> None:
         say(reasons[result.outcome])
     elif result.exit_code is not None and result.exit_code < 0:
         say(f"died of signal {-result.exit_code} ({_signal_name(-result.exit_code)})")
+    if result.unsupported is not None:
+        say(f"the Python of tier {result.receipt.tier} lacks what it needs: {result.unsupported}")
     if result.truncated and result.outcome is not Outcome.OUTPUT:
         printed = result.usage.stdout_bytes + result.usage.stderr_bytes
         dropped = printed - len(result.stdout_data) - len(result.stderr_data)

@@ -192,8 +192,8 @@ def _put_in(root: Path, environment: environments.Environment) -> None:
             f"the environment {environment.name!r} is for Python {environment.python} and the image has {version}",
             remedy=f"build it for Python {version}: fumehood env build NAME --python PATH",
         )
-    target = root / "opt/env" / os.path.relpath(environment.path / environment.site_packages, environment.path)
-    shutil.copytree(environment.path / environment.site_packages, target, symlinks=True)
+    target = root / f"opt/env/lib/python{version}/site-packages"
+    shutil.copytree(environment.site_packages, target, symlinks=True)
 
 
 def _digest(archives: list[Path], environment: str | None) -> str:

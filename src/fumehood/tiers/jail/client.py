@@ -37,6 +37,12 @@ _UID_FIRST = 0x70000000
 _UID_BLOCKS = 0x0FFE
 IDS_PER_BLOCK = 65536
 
+#: A fork copies one thread, and a clone runs none of the handlers by which libraries stop theirs before a fork: so what
+#: is preloaded must start none. Programs that preload such a library have its one-thread form.
+_PRELOAD_ENV = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+# Without a folder named to it, matplotlib makes one and leaves its removal to the end of every program.
+_PRELOAD_ENV["MPLCONFIGDIR"] = "/tmp"
+
 #: What the zygote's self-test asks for: the least that exercises every step.
 _SELF_TEST = {"id": 0, "disk_bytes": 1 << 20, "files": 64, "rlimits": {"CORE": 0, "NOFILE": 64}, "uid": 0}
 
@@ -242,6 +248,8 @@ def start(
     rootfs = asdict(root)
     rootfs["copies"] += copies
     env = dict(os.environ) if "environment" in disabled else {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **root.env}
+    if preload:
+        env |= _PRELOAD_ENV
     plan = {
         "root": as_root,
         "uid_base": base,

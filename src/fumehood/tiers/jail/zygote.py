@@ -193,6 +193,8 @@ def prepare(config: dict[str, Any]) -> None:
         tmpfs("/tmp", size_bytes=_PRELOAD_BYTES, inodes=4096, mode="1777", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
         for name in config["preload"]:
             importlib.import_module(name)
+            if len(os.listdir("/proc/self/task")) > 1:
+                raise RuntimeError(f"preload: {name} started a thread when imported; leave it out")
         shutil.rmtree("/tmp", ignore_errors=True)
         umount("/tmp", MNT_DETACH)
     if "no_new_privs" not in config["disabled"]:

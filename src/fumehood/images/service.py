@@ -1,0 +1,126 @@
+"""Reaching an engine: the socket that is there, or for Podman, which needs no daemon, a service of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+
+from fumehood.errors import UnavailableError
+from fumehood.folders import remove_tree
+from fumehood.images.engine import Engine, Word, answers, socket_paths
+
+#: A service of ours ends by itself when nobody has called it for this long, so none outlives a supervisor that died.
+IDLE_S = 60
+_START_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 5.0
+_LOOK_S = 0.02
+
+
+class Service:
+    """A reachable engine; :meth:`close` ends what was started for it."""
+
+    def __init__(self, engine: Engine, process: subprocess.Popen[bytes] | None = None, folder: str = "") -> None:
+        self.engine = engine
+        self._process = process
+        self._folder = folder
+
+    @property
+    def lost(self) -> bool:
+        """Whether a service of ours has ended."""
+        return self._process is not None and self._process.poll() is not None
+
+    def close(self) -> None:
+        """Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            with contextlib.suppress(OSError):
+                remove_tree(self._folder)
+
+
+def reach(word: Word, *, runtime: str | None = None) -> Service:
+    """The engine called ``word``, ready to be called. Blocks for as long as a service takes to start.
+
+    ``runtime`` is Podman's OCI runtime, which it takes when it starts, so then a service of our own is used.
+    Raises UnavailableError with the remedy.
+    """
+    paths, problem = socket_paths(word)
+    reasons = [problem] if problem else []
+    if word == "docker" or runtime is None:
+        for path in paths:
+            reason = answers(path)
+            if not reason:
+                return Service(Engine(word, path))
+            reasons.append(f"{path}: {reason}")
+    if word == "podman" and not problem:
+        return _start_podman(runtime)
+    raise UnavailableError(
+        f"no Docker engine answers: {'; '.join(reasons) or 'there is no socket'}", tier=word, remedy=_remedy(reasons)
+    )
+
+
+def _remedy(reasons: list[str]) -> str:
+    if any("ermission" in reason for reason in reasons):
+        return "run as root, or use rootless Docker or Podman; the docker group is root by another name"
+    if any("names" in reason for reason in reasons):
+        return "point DOCKER_HOST to unix:///path, or unset it"
+    if shutil.which("dockerd"):
+        return "start it: `systemctl start docker`, or `dockerd` as root"
+    return "install and start it: `apt-get install docker.io`"
+
+
+def _start_podman(runtime: str | None) -> Service:
+    program = shutil.which("podman")
+    if program is None:
+        raise UnavailableError("podman is not installed", tier="podman", remedy="`apt-get install podman`")
+    folder = tempfile.mkdtemp(prefix="fumehood-podman-")
+    path = f"{folder}/podman.sock"
+    chosen = ["--runtime", runtime] if runtime else []
+    log = open(f"{folder}/log", "w+b")  # noqa: SIM115 - read below, closed with the service's start
+    with log:
+        try:
+            process = subprocess.Popen(
+                [program, "--log-level=error", *chosen, "system", "service", f"--time={IDLE_S}", f"unix://{path}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+                env={k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "XDG_RUNTIME_DIR", "USER", "LANG")},
+            )
+        except OSError as error:
+            remove_tree(folder)
+            raise UnavailableError(f"podman cannot be started: {error}", tier="podman") from None
+        service = Service(Engine("podman", path), process, folder)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not os.path.exists(path) or answers(path):
+            if service.lost or time.monotonic() > deadline:
+                log.seek(0)
+                said = log.read(4096).decode("utf-8", "replace").strip()
+                service.close()
+                raise UnavailableError(
+                    f"podman does not serve: {said[-500:] or 'time is over'}",
+                    tier="podman",
+                    remedy=podman_remedy(said),
+                )
+            time.sleep(_LOOK_S)
+    return service
+
+
+def podman_remedy(said: str) -> str:
+    """What to do about what podman complains of."""
+    if "subuid" in said or "newuidmap" in said or "user namespace" in said or "namespaces" in said:
+        return (
+            "rootless Podman needs uidmap installed and ranges for this user in /etc/subuid and /etc/subgid "
+            "(`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER`), or run as root"
+        )
+    return "see what `podman info` says"

@@ -1,0 +1,180 @@
+"""What holds a container from outside: its first process if this host sees it, and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+from fumehood.errors import OutcomeUnknownError
+from fumehood.images.engine import Engine, EngineError, EngineGoneError
+from fumehood.linux import process
+from fumehood.tiers.container import owners
+from fumehood.tiers.container.counters import Counters, belongs_to
+from fumehood.tiers.container.stream import Pump
+
+#: How long a dead engine may take to come back before a container that only it can see counts as lost.
+_ENGINE_PATIENCE_S = 10.0
+_DEATH_TIMEOUT_S = 30.0
+
+
+class ContainerEnclosure:
+    """Implements :class:`fumehood.session.Enclosure`. Belongs to the running event loop.
+
+    Made as soon as the container exists, so that whatever happens next can be undone by :meth:`discard`.
+    """
+
+    def __init__(self, engine: Engine, ident: str) -> None:
+        self.engine = engine
+        self.ident = ident
+        self.pump: Pump | None = None
+        self.work_fd = -1
+        self.oom_reported = False
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        self._death: asyncio.Future[None] = self._loop.create_future()
+        self._counters: Counters | None = None
+        self._killing: asyncio.Task[None] | None = None
+        self._reason = ""
+        self._released = False
+
+    @property
+    def visible(self) -> bool:
+        """Whether the first process and its cgroup are this host's."""
+        return self._pidfd >= 0
+
+    def see(self, pid: int) -> bool:
+        """Take hold of the container's first process, if ``pid``, as the engine tells it, is that process here."""
+        if pid <= 0 or not belongs_to(pid, self.ident):
+            return False
+        try:
+            pidfd = process.pidfd_open(pid)
+            try:
+                if not belongs_to(pid, self.ident):  # the pid may have changed hands before it was opened
+                    raise ProcessLookupError
+                self._counters = Counters(pid)
+            except BaseException:
+                os.close(pidfd)
+                raise
+        except OSError:
+            return False
+        self._pidfd = pidfd
+        self._loop.add_reader(pidfd, self._died)
+        with contextlib.suppress(OSError):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.work_fd = os.open(f"/proc/{pid}/root/work", flags)
+        return True
+
+    def _died(self) -> None:
+        # A pidfd is readable when the process has exited, and PID 1 of a namespace exits last of all in it.
+        self._loop.remove_reader(self._pidfd)
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def kill(self) -> None:
+        """SIGKILL to the first process, and with it to all in its PID namespace; the engine is asked as well."""
+        if self._counters is not None:
+            self._counters.read()
+        killed = False
+        if self._pidfd >= 0:
+            with contextlib.suppress(OSError):  # not ours to signal: the engine does it
+                process.kill_pidfd(self._pidfd)
+                killed = True
+        if not killed and self._killing is None:
+            self._killing = self._loop.create_task(self._kill_by_engine())
+
+    async def _kill_by_engine(self) -> None:
+        with contextlib.suppress(EngineError, EngineGoneError):  # stopped already, or nobody is there to ask
+            await self.engine.call("POST", f"/containers/{self.ident}/kill", query={"signal": "KILL"})
+
+    async def wait_dead(self) -> None:
+        """Until the last process is dead. Raises OutcomeUnknownError if only the engine can tell, and it is gone."""
+        if self._pidfd >= 0:
+            if self._killing is not None:
+                await asyncio.shield(self._killing)
+            async with asyncio.timeout(_DEATH_TIMEOUT_S):
+                await asyncio.shield(self._death)
+            return
+        await self._wait_by_engine()
+
+    async def _wait_by_engine(self) -> None:
+        until = self._loop.time() + _ENGINE_PATIENCE_S
+        while True:
+            try:
+                await self.engine.call(
+                    "POST", f"/containers/{self.ident}/wait", query={"condition": "not-running"}, timeout_s=60.0
+                )
+                break
+            except EngineError as error:
+                if error.status == 404:
+                    break
+                self._reason = error.message
+            except EngineGoneError as error:
+                self._reason = str(error)
+            if self._loop.time() > until:
+                raise OutcomeUnknownError(
+                    f"it cannot be told whether the container is dead: {self._reason}",
+                    tier=self.engine.word,
+                    remedy="start the engine again; the next start removes what this one left",
+                )
+            await asyncio.sleep(0.2)
+        with contextlib.suppress(EngineError, EngineGoneError):
+            state = (await self.engine.call("GET", f"/containers/{self.ident}/json"))["State"]
+            self.oom_reported = bool(state.get("OOMKilled"))
+
+    def usage(self) -> tuple[float | None, int | None]:
+        """As the cgroup counted, until it was killed; nothing where only the engine sees the container."""
+        if self._counters is None:
+            return None, None
+        if not self._death.done():
+            self._counters.read()
+        return self._counters.cpu_s, self._counters.peak_bytes
+
+    def memory_killed(self) -> bool:
+        """Whether the kernel killed in the cgroup for memory, or the engine says that it did."""
+        if self._counters is not None:
+            if not self._death.done():
+                self._counters.read()
+            if self._counters.oom_kills:
+                return True
+        return self.oom_reported
+
+    def lost_reason(self) -> str:
+        """Why the stream may have ended: what the runtime wrote, or that the container is gone."""
+        said = self.pump.stderr.decode("utf-8", "replace").strip()[-300:] if self.pump is not None else ""
+        if said:
+            return f"the container said: {said}"
+        return self._reason or "the container ended, or its engine closed the stream"
+
+    def workdir_fd(self) -> int | None:
+        """The work folder, opened through the first process's root; the tmpfs lives while this is open."""
+        return self.work_fd if self.work_fd >= 0 else None
+
+    async def discard(self) -> None:
+        """Kill, wait, release: for a container whose sandbox did not come to be."""
+        self.kill()
+        with contextlib.suppress(OutcomeUnknownError, TimeoutError):
+            if self._pidfd >= 0:
+                await self.wait_dead()
+        await self.release()
+
+    async def release(self) -> None:
+        """Close everything here and have the engine remove the container."""
+        if self._released:
+            return
+        self._released = True
+        if self.pump is not None:
+            self.pump.close()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self.work_fd >= 0:
+            os.close(self.work_fd)
+            self.work_fd = -1
+        if self._counters is not None:
+            self._counters.close()
+        if self._killing is not None:
+            await self._killing
+        with contextlib.suppress(EngineError, EngineGoneError):  # then `fumehood prune` or the next start removes it
+            await owners.remove(self.engine, self.ident)

@@ -1,0 +1,81 @@
+"""What the host sends into a container before it serves: the plan and the agent (see :mod:`.bootstrap`)."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import marshal
+import socket
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import fumehood
+from fumehood.errors import StartError
+
+_LENGTHS = struct.Struct(">III")
+_LENGTH = struct.Struct(">I")
+_REPORT_MAX = 1 << 16
+
+_PACKAGE = Path(fumehood.__file__).parent
+
+
+@lru_cache(maxsize=1)
+def bootstrap() -> str:
+    """The constant text of a container's command line, without what only readers need."""
+    return (_PACKAGE / "tiers/container/bootstrap.py").read_text().split('"""', 2)[2].lstrip()
+
+
+@lru_cache(maxsize=1)
+def _agent() -> tuple[bytes, bytes]:
+    source = (_PACKAGE / "guest/agent.py").read_bytes()
+    return marshal.dumps(compile(source, "agent.py", "exec", dont_inherit=True)), source
+
+
+def message(*, python: str | None, rlimits: dict[str, int], preload: tuple[str, ...]) -> bytes:
+    """The bytes to send. ``python`` is the version that the environment's packages are for, if there is one."""
+    code, source = _agent()
+    plan = {
+        "magic": importlib.util.MAGIC_NUMBER.hex(),
+        "python": python,
+        "rlimits": rlimits,
+        "preload": list(preload),
+    }
+    text = json.dumps(plan).encode()
+    return b"".join((_LENGTHS.pack(len(text), len(code), len(source)), text, code, source))
+
+
+async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[str, Any]:
+    """The bootstrap's report. Raises StartError: none came, it is malformed, or it names what went wrong inside."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            (length,) = _LENGTH.unpack(await _exactly(stream, _LENGTH.size))
+            if length > _REPORT_MAX:
+                raise ValueError("too long")
+            answer = json.loads(await _exactly(stream, length))
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
+    except TimeoutError:
+        raise StartError(f"no Python answered inside within {timeout_s:g} s", tier=tier) from None
+    except (OSError, ValueError) as error:
+        raise StartError(f"what answered inside is not our agent: {error}"[:500], tier=tier) from None
+    if "error" in answer:
+        raise StartError(f"the sandbox could not be prepared: {answer['error']}"[:1000], tier=tier)
+    return answer
+
+
+async def _exactly(stream: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        piece = await loop.sock_recv(stream, size - len(data))
+        if not piece:
+            raise StreamEndedError("the stream ended")
+        data += piece
+    return data
+
+
+class StreamEndedError(OSError):
+    """The container ended, or never ran a Python."""
