@@ -250,7 +250,7 @@ class StoreApprover:
                 "WHERE approved IS NULL AND deadline_s > ? ORDER BY deadline_s",
                 (time.time(),),
             ).fetchall()
-        return tuple(Pending(*row[:6], reasons=tuple(json.loads(row[6])), deadline_s=row[7]) for row in rows)
+        return tuple(Pending(*texts, tuple(json.loads(reasons)), deadline) for *texts, reasons, deadline in rows)
 
     def answer(self, ident: str, *, approved: bool, by: str, reason: str = "") -> bool:
         """Answer a question; False if it does not wait (any longer)."""

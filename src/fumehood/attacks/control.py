@@ -28,7 +28,7 @@ from pathlib import Path
 from fumehood.attacks import guard
 from fumehood.attacks.stage import python, remove_tree
 from fumehood.errors import ClosedError, FileError
-from fumehood.model import Artifact, Boundary, Code, Outcome, Policy, Program, Receipt, Result, Usage
+from fumehood.model import Artifact, Boundary, Code, Control, Held, Outcome, Policy, Program, Receipt, Result, Usage
 from fumehood.tier import Features, FileInfo, Probe, Sink
 
 FEATURES = Features(
@@ -110,7 +110,8 @@ class ControlSandbox:
         self._policy = policy
         self._folder = Path(tempfile.mkdtemp(prefix="control-"))
         self._closed = False
-        self.receipt = Receipt("none", Boundary.NONE, ())
+        # A claim that is not true: what the suite compares receipts with must see it.
+        self.receipt = Receipt("none", Boundary.NONE, (Control("no_new_privs", Held.HARD, "none", "1"),))
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fumehood.attacks import watch
+from fumehood.attacks.claims import false_claim
 from fumehood.attacks.model import Attack, Watch
 from fumehood.attacks.observe import Run
 from fumehood.attacks.procfs import NAMESPACES
@@ -68,5 +69,6 @@ ATTACKS = (
     _row("P11a", "no limit on the memory of all processes together", watch.unbounded_cgroup("memory"), "memory", limit="memory"),
     _row("P11b", "no limit on the number of processes together", watch.unbounded_cgroup("pids"), "pids", limit="pids"),
     _row("P11c", "no limit on CPU per second", watch.unbounded_cgroup("cpu"), "cpu", limit="cpu"),
+    _row("P13", "a receipt that claims what is not so", false_claim(), holds=Boundary.LIMITS),
     _row("P12", "a parent that the program's user can read", watch.agent_readable()),
 )  # fmt: skip

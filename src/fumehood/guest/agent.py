@@ -243,10 +243,12 @@ class Agent:
             pass
 
     def take_signals(self) -> None:
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGCHLD}:
+        ignored = {signal.SIGPIPE, signal.SIGXFSZ}  # as CPython ignores them, for programs as well as for us
+        for number in signal.valid_signals() - ignored - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
             if signal.getsignal(number) not in (signal.SIG_DFL, None):
                 signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, _wake_only)
         signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
 
@@ -1106,8 +1108,11 @@ def _touch() -> None:
     """Fault in the pages that every program needs."""
     namespace: dict[str, object] = {"__builtins__": builtins, "out": io.TextIOWrapper(io.BytesIO(), "utf-8")}
     code = b"import sys\nprint(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]}, file=out, flush=True)\n"
+    os.environb.update({b"LANG": b"C.UTF-8"})
     run_code(code, "<touch>", namespace, signal.SIG_IGN)
     linecache.cache.pop("<touch>", None)
+    os.environ.clear()
+    gc.collect()
 
 
 def run_code(source: bytes, name: str, namespace: dict[str, Any], handler: Any) -> int:

@@ -61,7 +61,7 @@ class AnthropicConversation:
                     if event.type == "text":
                         on_text(event.text)
                 return await stream.get_final_message()
-        except (anthropic.AnthropicError, ValueError, AssertionError) as error:  # the last two: a malformed stream
+        except Exception as error:  # the SDK passes on what a broken or malformed stream raises below it
             raise ModelError(f"the model could not be asked: {error}") from error
 
     def answer(self, replies: Sequence[tuple[ToolCall, Reply]]) -> None:

@@ -66,7 +66,7 @@ class ChatConversation:
                             on_text(said)
                         for piece in choice.delta.tool_calls or ():
                             _add(partial.setdefault(piece.index, _PartialCall()), piece)
-        except (openai.OpenAIError, ValueError) as error:  # the last: a malformed stream
+        except Exception as error:  # the SDK passes on what a broken or malformed stream raises below it
             raise ModelError(f"the model could not be asked: {error}") from error
         calls = tuple(ToolCall(c.ident, c.name, c.arguments) for _, c in sorted(partial.items()))
         self._messages.append(_assistant(text, calls))
@@ -137,7 +137,7 @@ class ResponsesConversation:
                         on_text(event.delta)
                     elif event.type in ("response.completed", "response.incomplete", "response.failed"):
                         response = event.response
-        except (openai.OpenAIError, ValueError) as error:  # the last: a malformed stream
+        except Exception as error:  # the SDK passes on what a broken or malformed stream raises below it
             raise ModelError(f"the model could not be asked: {error}") from error
         if response is None or response.status == "failed":
             why = response.error.message if response is not None and response.error is not None else "no answer came"
