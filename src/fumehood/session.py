@@ -190,7 +190,7 @@ class GuestSandbox:
         environment = {**(DEFAULT_ENV if env is None else env), **policy.env}
         self._env = b"".join(_raw(f"{k}={v}") + b"\0" for k, v in environment.items())
         # Without a hard cap on CPUs, a program may use as many as there are.
-        cpus = receipt.control("cpus")
+        cpus = receipt.control("cpu")
         hard = cpus is not None and cpus.held is Held.HARD
         self._cpu_rate = policy.limits.cpus if hard else max(policy.limits.cpus, float(os.cpu_count() or 1))
         self._cpu_used = 0.0

@@ -53,8 +53,8 @@ def hold(seconds=7):
 
 
 def say(data):
-    sys.stdout.buffer.write(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
-    sys.stdout.buffer.write(b"\\n")
+    text = data.decode("ascii", "backslashreplace") if isinstance(data, bytes) else data
+    sys.stdout.buffer.write(text.encode("utf-8", "replace") + b"\\n")
     sys.stdout.flush()
 
 

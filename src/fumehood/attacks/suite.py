@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from fumehood import __version__, registry
 from fumehood.attacks import host
 from fumehood.attacks.model import Attack, Finding, Verdict
 from fumehood.attacks.stage import ENV_NAME, new_canary
@@ -37,8 +38,6 @@ class Report:
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)  # (attack id, tier)
     skipped: dict[str, str] = field(default_factory=dict)  # tier -> why this host lacks it
     residue: dict[str, list[str]] = field(default_factory=dict)  # tier -> what was left at the end
-    audits: dict[str, list[str]] = field(default_factory=dict)  # tier -> claims of its receipt that are not true
-    receipts: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -57,7 +56,7 @@ class Report:
     def failed(self) -> bool:
         """Whether a boundary did not hold what it must, or something is not proven."""
         found = any(f.failed for (_, tier), f in self.findings.items() if tier != CONTROL)
-        return bool(found or self.faulty() or any(self.residue.values()) or any(self.audits.values()))
+        return bool(found or self.faulty() or any(self.residue.values()))
 
 
 _PROVEN = (Verdict.BROKEN, Verdict.NOT_APPLICABLE)
@@ -154,4 +153,45 @@ def leftovers() -> set[str]:
         except OSError:
             continue
         found |= {str(Path(parent, n)) for n in names if n.startswith(("fh-", "fumehood", "control-", "left-"))}
+    return found
+
+
+def verify(attacks: Sequence[Attack], tiers: Sequence[str], progress: Progress | None = None) -> Report:
+    """The whole suite: ``attacks`` on the control and on each of ``tiers``; a tier this host lacks is skipped by name.
+
+    Raises PolicyError for an unknown tier.
+    """
+    report = Report(tuple(attacks), tuple(tiers), facts=facts())
+    known = {a.id: a for a in attacks}
+    with Suite(progress) as suite:
+        for tier in (CONTROL, *tiers):
+            if tier != CONTROL and not (probe := registry.make(tier).probe()).available:
+                report.skipped[tier] = probe.reason
+                continue
+            began, before = time.monotonic(), leftovers()
+            found = suite.run([Spec(a.id, tier) for a in attacks], known)
+            report.seconds[tier] = time.monotonic() - began
+            report.findings.update({(f.attack, tier): f for f in found.values()})
+            if tier != CONTROL:
+                report.residue[tier] = sorted(leftovers() - before)
+    return report
+
+
+def facts() -> dict[str, str]:
+    """What the findings depend on: kernel, runtimes and their ages, the user, the suite."""
+    system = os.uname()
+    found = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "fumehood": __version__,
+        "kernel": f"{system.sysname} {system.release} {system.machine}",
+        "kernel built": system.version,
+        "python": f"{platform.python_version()} ({', '.join(platform.python_build())})",
+        "user": "root" if os.geteuid() == 0 else f"uid {os.geteuid()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "system": " ".join(platform.freedesktop_os_release().get(k, "") for k in ("NAME", "VERSION_ID")),
+    }
+    for name in registry.names():
+        probe = registry.make(name).probe()
+        found |= {f"{name}: {key}": value for key, value in probe.details}
+        found[f"{name}: held exactly"] = ", ".join(probe.hard) or "nothing"
     return found

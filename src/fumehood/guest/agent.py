@@ -115,6 +115,10 @@ PR_SET_CHILD_SUBREAPER = 36
 REQUEST = struct.Struct("!HBHII")  # exec number, last, lengths of name, environment, code
 DONE = struct.Struct("!2sHH")  # b"fh", exec number, exit code
 
+#: What goes through agent and interpreter beforehand, see Agent.rehearse.
+REHEARSAL = b"import sys\nprint(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]})\n"
+REHEARSAL_NUMBER = 0
+
 EXIT_LOST = 70  # EX_SOFTWARE of <sysexits.h>: our own failure in a forked child
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_FLUSH_FAILED = 120  # what CPython exits with when it cannot flush stdout
@@ -215,6 +219,7 @@ class Agent:
         self.exec: Exec | None = None
         self.interpreter: Process | None = None
         self.zombies_left = False
+        self.rehearsing = False
         self.handlers = {
             "exec": self.on_exec,
             "more": self.on_more,
@@ -238,6 +243,8 @@ class Agent:
             self.interpreter = self.fork_interpreter()
         except OSError:
             pass  # the exec tries again and reports it
+        if self.touch and self.interpreter is not None:
+            self.rehearse()
         self.send(b'{"op":"ready","version":%d,"pid":%d}' % (VERSION, os.getpid()))
         while self.turn():
             pass
@@ -252,12 +259,27 @@ class Agent:
         signal.signal(signal.SIGCHLD, _wake_only)
         signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
 
+    def rehearse(self) -> None:
+        """Go once through all that an exec goes through, unheard, so that the first one finds every page in place.
+
+        After a fork both processes pay a page fault for each page that they write to, if only a reference count: some
+        200 faults, which are most of the time of a short program.
+        """
+        self.rehearsing = True
+        header = {"op": "exec", "id": 0, "kind": "code", "name": "<rehearsal>", "output_bytes": 1 << 20}
+        header.update(env_bytes=0, size=len(REHEARSAL))
+        self.on_exec(json.loads(_dumps(header)), REHEARSAL)
+        while self.exec is not None:
+            self.turn()
+        self.rehearsing = False
+
     # --- the loop
 
     def turn(self) -> bool:
         """Wait once and handle what is ready; False when the host is gone."""
         poll = select.poll()
-        poll.register(self.read_fd, select.POLLIN)
+        if not self.rehearsing:
+            poll.register(self.read_fd, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         if self.outbox:
             if self.write_fd == self.read_fd:
@@ -334,6 +356,8 @@ class Agent:
 
     def send(self, header: bytes, body: bytes = b"") -> None:
         """Queue a frame and write what the stream takes now."""
+        if self.rehearsing:
+            return
         head = FRAME.pack(len(header), len(body)) + header
         idle = not self.outbox
         self.backlog += len(head) + len(body)
@@ -402,13 +426,13 @@ class Agent:
         now.process.stdin_used = now.wants_stdin
         if now.wants_stdin:
             self.ask_stdin(now)
-        else:
+        elif not self.rehearsing:
             now.process.close_stdin()
 
     def hand_over(self, process: Process, now: Exec, env: bytes, code: bytes) -> None:
         """Send the program to the interpreter, with a new stdin if the old one has been used."""
         assert process.sock is not None
-        process.requests = (process.requests + 1) & 0xFFFF
+        process.requests = REHEARSAL_NUMBER if self.rehearsing else process.requests % 0xFFFF + 1
         name = now.name.encode("utf-8", "replace")
         head = REQUEST.pack(process.requests, now.last, len(name), len(env), len(code))
         process.unsent = memoryview(b"".join((head, name, env, code)))
@@ -498,7 +522,8 @@ class Agent:
                 if got == 0:
                     break
                 drained += got
-        process.close_stdin()
+        if not self.rehearsing:
+            process.close_stdin()
         if dead:
             process.close()
             if process is self.interpreter:
@@ -615,7 +640,7 @@ class Agent:
                 become_program((stdin_r, out_w, err_w), socket_fd, self.workdir)
                 if sock is not None:
                     sock.detach()  # its number is closed or is another's by now
-                    interpret(self.touch)
+                    interpret()
                 else:
                     execute(env, arguments)
             finally:
@@ -678,7 +703,7 @@ def serve(read_fd: int, write_fd: int, workdir: str, *, touch: bool = False) -> 
     """Be the agent on this stream until it ends, then end the process.
 
     ``read_fd`` and ``write_fd`` may be one socket. ``workdir`` is the programs' folder, which must exist. ``touch``
-    has the waiting interpreter run a trivial snippet first, so that a later program does not pay for page faults.
+    has agent and interpreter rehearse a run before "ready", so that a later program does not pay for page faults.
     """
     agent: Agent | None = None
     message = b""
@@ -988,12 +1013,10 @@ def execute(env: bytes, arguments: bytes) -> NoReturn:
         os._exit(code)
 
 
-def interpret(touch: bool) -> NoReturn:
+def interpret() -> NoReturn:
     """Be the interpreter: run the programs that come over descriptor 3."""
     main_module = fresh_interpreter()
     namespace = main_module.__dict__
-    if touch:
-        _touch()
     private = socket.socket(fileno=3)
     pid = os.getpid()
     handler: Any = signal.default_int_handler
@@ -1004,15 +1027,16 @@ def interpret(touch: bool) -> NoReturn:
             os.dup2(stdin_fd, 0)
             os.close(stdin_fd)
             sys.stdin = _open_stdin()
+        rehearsal = number == REHEARSAL_NUMBER
         if first:  # later, what the program itself put there stays
-            first = False
+            first = rehearsal
             os.environb.update(_environment(env))
             if "TZ" in os.environ:
                 time.tzset()
         if last:
             private.close()
         try:
-            status = run_code(code, name, namespace, handler)
+            status = run_code(code, name, {"__builtins__": builtins} if rehearsal else namespace, handler)
             handler = signal.getsignal(signal.SIGINT)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:  # it came between the program's end and ours
@@ -1021,6 +1045,10 @@ def interpret(touch: bool) -> NoReturn:
         if last or os.getpid() != pid:  # a fork of the program's own that ran to the program's end
             os._exit(finalize(status, namespace))
         _flush_standard_streams()
+        if rehearsal:
+            del linecache.cache[name]
+            os.environ.clear()
+            gc.collect()
         private.sendall(DONE.pack(b"fh", number, status))
 
 
@@ -1102,17 +1130,6 @@ def restore_site_builtins() -> None:
         builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
         builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
         builtins.help = _sitebuiltins._Helper()
-
-
-def _touch() -> None:
-    """Fault in the pages that every program needs."""
-    namespace: dict[str, object] = {"__builtins__": builtins, "out": io.TextIOWrapper(io.BytesIO(), "utf-8")}
-    code = b"import sys\nprint(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]}, file=out, flush=True)\n"
-    os.environb.update({b"LANG": b"C.UTF-8"})
-    run_code(code, "<touch>", namespace, signal.SIG_IGN)
-    linecache.cache.pop("<touch>", None)
-    os.environ.clear()
-    gc.collect()
 
 
 def run_code(source: bytes, name: str, namespace: dict[str, Any], handler: Any) -> int:

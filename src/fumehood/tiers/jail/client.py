@@ -247,7 +247,7 @@ def start(
     ]
     rootfs = asdict(root)
     rootfs["copies"] += copies
-    env = dict(os.environ) if "environment" in disabled else {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **root.env}
+    env = dict(os.environ) if "environment" in disabled else runtime.program_env()
     if preload:
         env |= _PRELOAD_ENV
     plan = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.linux.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
@@ -54,12 +54,27 @@ class Root:
     folders: list[str]
     files: dict[str, str]  # path -> text
     copies: list[tuple[str, str]]  # source, path
-    env: dict[str, str] = field(default_factory=dict)
 
 
 def base_python() -> str:
     """The real path of the interpreter behind this process, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def library_env() -> dict[str, str]:
+    """What this Python needs to start inside, if it needs anything.
+
+    A shared libpython is found by an absolute run path, which does not exist inside when the prefix was moved.
+    """
+    moved = not (os.path.realpath(sys.base_prefix) + "/").startswith("/usr/")
+    if moved and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        return {"LD_LIBRARY_PATH": f"{PYTHON_HOME}/lib"}
+    return {}
+
+
+def program_env() -> dict[str, str]:
+    """The environment of every program, below the policy's own: its Python first on the path."""
+    return {"PATH": f"{ENVIRONMENT_HOME}/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **library_env()}
 
 
 def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], read_only: bool = True) -> Root:
@@ -85,7 +100,6 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
     python = base_python()
     prefix = os.path.realpath(sys.base_prefix)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    env: dict[str, str] = {}
     if prefix == "/usr":
         inside = python
     elif prefix.startswith("/usr/"):
@@ -94,9 +108,6 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
     else:
         binds.append((prefix, PYTHON_HOME, flags))
         inside = PYTHON_HOME + python.removeprefix(prefix)
-        if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-            # A shared libpython is found by an absolute run path that does not exist inside.
-            env["LD_LIBRARY_PATH"] = f"{PYTHON_HOME}/lib"
 
     binds += [(f"/dev/{name}", f"/dev/{name}", MS_RDONLY | MS_NOSUID | MS_NOEXEC) for name in _DEVICES]
     packages = f"{ENVIRONMENT_HOME}/lib/{version}/site-packages"
@@ -119,5 +130,4 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
             ),
         },
         copies=[(f"/etc/{name}", f"/etc/{name}") for name in _ETC_COPIED if Path("/etc", name).is_file()],
-        env=env,
     )

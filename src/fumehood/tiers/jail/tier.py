@@ -22,6 +22,7 @@ from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail import client, posture
 from fumehood.tiers.jail.client import AGENT, Guest, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.hosts import remedy_for
+from fumehood.tiers.jail.runtime import program_env
 from fumehood.wire import Channel
 
 _NAMES = itertools.count(1)
@@ -86,7 +87,7 @@ class JailTier:
         """A new sandbox, sealed, with its receipt read back. A zygote that was lost is replaced once."""
         require(self, policy)
         channel, enclosure, receipt = await self.start(policy)
-        return GuestSandbox(channel, enclosure, policy, receipt)
+        return GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
 
     async def start(self, policy: Policy) -> Started:
         """The parts of a sandbox, sealed. They belong to the caller, who makes a sandbox of them at once."""
