@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -160,7 +161,7 @@ async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: 
     except TimeoutError:
         raise StartError("the sandbox did not seal itself in time", tier=tier) from None
     except OSError as error:
-        raise StartError(f"the sandbox died while it sealed itself: {error}", tier=tier) from None
+        raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
     if answer != SEALED:
         raise StartError("the sandbox died while it sealed itself", tier=tier)
 
@@ -170,10 +171,12 @@ async def _receive(channel: socket.socket, size: int, enclosure: PidfdEnclosure)
     data = b""
     while len(data) < size:
         try:
-            piece, ancillary, _, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(4))
+            piece, ancillary, flags, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(4))
         except BlockingIOError:
             await readable(channel)
             continue
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "this process has no descriptor left for the work folder")
         for _, _, raw in ancillary:
             (enclosure.work_fd,) = array.array("i", raw[:4])
         if not piece:

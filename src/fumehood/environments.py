@@ -30,6 +30,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.errors import PolicyError, StartError
+from fumehood.model import Policy
 
 #: Told each line of what a build does.
 Progress = Callable[[str], None]
@@ -88,6 +90,23 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self) | {"path": str(self.path)}
+
+
+def packages_of(policy: Policy) -> str | None:
+    """The host folder of the packages that ``policy`` names, for sandboxes of this process's Python, or None.
+
+    Raises PolicyError if there is no such environment, or it was built for another Python.
+    """
+    if policy.environment is None:
+        return None
+    found = find(policy.environment)
+    abi = sysconfig.get_config_var("SOABI")
+    if found.abi != abi:
+        raise PolicyError(
+            f"environment {policy.environment!r} was built for {found.abi}, and sandboxes run {abi}",
+            remedy=f"run `fumehood env build {policy.environment} …` with this Python",
+        )
+    return str(found.site_packages)
 
 
 def cache_folder() -> Path:

@@ -97,7 +97,8 @@ def _number(owner: str, name: str, value: object, low: float, high: float, whole
     if isinstance(value, float) and not math.isfinite(value):
         raise PolicyError(f"{label} must be finite, not {value!r}")
     if not low <= value <= high:
-        raise PolicyError(f"{label} must be between {low:g} and {high:g}, not {value!r}")
+        shown = f"{value!r}" if abs(value) < 10**30 else "a number of more than 30 digits"
+        raise PolicyError(f"{label} must be between {low:g} and {high:g}, not {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +206,13 @@ class Policy:
         for key, value in self.env.items():
             if not isinstance(key, str) or not _ENV_NAME.match(key):
                 raise PolicyError(f"env: {key!r} is not a name of an environment variable")
-            if not isinstance(value, str) or "\0" in value:
-                raise PolicyError(f"env.{key} must be a string without NUL")
+            if not isinstance(value, str) or "\0" in value or not _is_utf8(value):
+                raise PolicyError(f"env.{key} must be a string of UTF-8 without NUL")
         set_(self, "env", MappingProxyType(dict(self.env)))
         if self.environment is not None and (not isinstance(self.environment, str) or not self.environment):
             raise PolicyError(f"environment must be the name of an environment, not {self.environment!r}")
+        if isinstance(self.mounts, (str, bytes)) or not isinstance(self.mounts, (tuple, list)):
+            raise PolicyError(f"mounts must be a list of mounts, not {self.mounts!r}")
         set_(self, "mounts", tuple(self.mounts))
         for mount in self.mounts:
             _instance("mounts", mount, Mount)
@@ -232,6 +235,10 @@ class Policy:
     def digest(self) -> str:
         """SHA-256 of the policy, for logs and caches; equal policies have equal digests."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _instance(name: str, value: object, kind: type) -> None:

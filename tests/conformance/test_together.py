@@ -213,7 +213,7 @@ async def main():
     async with AsyncRunner(tier=sys.argv[1]) as runner:
         await runner.run(Code("pass"))
         before = Look.take(Path(sys.argv[2]))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         got = await asyncio.gather(*(runner.run(Code("print(1)")) for _ in range(40)), return_exceptions=True)
         wrong = [repr(g) for g in got if isinstance(g, BaseException) and not isinstance(g, StartError)]
         assert not wrong, wrong[:3]

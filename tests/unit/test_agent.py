@@ -318,13 +318,32 @@ def test_random_differs_between_interpreters(guest: Guest) -> None:
     assert first != guest.run("import random; print(random.random())", last=True).out
 
 
-def test_touched_interpreter_shows_nothing_of_it(workdir: Path) -> None:
+def test_rehearsal_leaves_nothing_behind(workdir: Path) -> None:
     guest = Guest(workdir, "--touch")
     try:
-        done = guest.run("print(sorted(n for n in dir() if n[:2] != '__'), 'out' in globals())", last=True)
-        assert done.out == b"[] False\n"
+        code = "import linecache, os, sys; print(list(linecache.cache), dict(os.environ), sys.stdin.read())"
+        done = guest.run(code, stdin=b"in", env={"A": "1"})
+        assert done.out == b"['<agent>'] {'A': '1'} in\n"
+        assert guest.run("print([n for n in dir() if n[0] != '_'])").out == b"['linecache', 'os', 'sys']\n"
     finally:
         guest.close()
+
+
+def test_rehearsal_spares_the_first_run_its_page_faults(workdir: Path) -> None:
+    def faults(*options: str) -> int:
+        guest = Guest(workdir, *options)
+
+        def so_far() -> int:
+            return int(Path(f"/proc/{guest.process.pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+        try:
+            before = so_far()
+            guest.run("print(1)")
+            return so_far() - before
+        finally:
+            guest.close()
+
+    assert faults("--touch") * 2 < faults()
 
 
 def test_ten_megabytes_of_code(guest: Guest) -> None:

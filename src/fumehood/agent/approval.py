@@ -250,7 +250,10 @@ class StoreApprover:
                 "WHERE approved IS NULL AND deadline_s > ? ORDER BY deadline_s",
                 (time.time(),),
             ).fetchall()
-        return tuple(Pending(*texts, tuple(json.loads(reasons)), deadline) for *texts, reasons, deadline in rows)
+        return tuple(
+            Pending(ident, action, code, session, key, tier, tuple(json.loads(reasons)), deadline_s)
+            for ident, action, code, session, key, tier, reasons, deadline_s in rows
+        )
 
     def answer(self, ident: str, *, approved: bool, by: str, reason: str = "") -> bool:
         """Answer a question; False if it does not wait (any longer)."""

@@ -274,14 +274,13 @@ def _note_run(record: Mapping[str, Any], open_runs: dict[str, None]) -> None:
             open_runs.pop(run, None)
 
 
-def read(path: Path, *, follow_s: float | None = None, start: int = 0) -> Iterator[dict[str, Any]]:
-    """The records from byte ``start`` on, unchecked lines as ``{"event": "damaged"}``.
+def read(path: Path, *, follow_s: float | None = None) -> Iterator[dict[str, Any]]:
+    """The records, lines that are not what was hashed as ``{"event": "damaged"}``.
 
     With ``follow_s`` it goes on for ever, looking for more that often. Raises AuditError if it cannot be read.
     """
     try:
         with path.open("rb") as file:
-            file.seek(start)
             while True:
                 at = file.tell()
                 line = file.readline()

@@ -196,7 +196,7 @@ async def _destroy(run: Run, sandbox: Sandbox) -> None:
     began = time.monotonic()
     try:
         await asyncio.wait_for(sandbox.close(out=run.out if run.attack.collect else None), GIVE_UP_S)
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, it is what was seen
+    except (Exception, asyncio.CancelledError) as error:
         run.close_failure = f"{type(error).__name__}: {error}"
     run.close_s = time.monotonic() - began
     run.closed = True

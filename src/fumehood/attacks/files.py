@@ -133,7 +133,8 @@ if os.fork() == 0:
             os.replace("new", "report.txt")
 os._exit(0)
 """,
-        watch.saved("secret"), "CVE-2018-15664", Boundary.LIMITS, collect=True, features=("files",), limits={"wall_s": 1.0},
+        watch.saved("secret"), "CVE-2018-15664", Boundary.LIMITS, collect=True, features=("files",),
+        limits={"wall_s": 1.0},
     ),
     Attack(
         "B9", _G, "an upload to a path with ..",

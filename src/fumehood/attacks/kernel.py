@@ -32,7 +32,9 @@ hold()
     )  # fmt: skip
 
 
-def _holds(ident: str, title: str, call: str, link: str, source: str, *needs: str, proves: tuple[str, ...] = ()) -> Attack:
+def _holds(
+    ident: str, title: str, call: str, link: str, source: str, *needs: str, proves: tuple[str, ...] = ()
+) -> Attack:
     return Attack(
         ident, _G, title, _HOLD_FD.format(call=call), watch.holds_open(link), source, needs=needs, proves=proves,
     )  # fmt: skip
@@ -101,7 +103,8 @@ if pid > 0:
     os.waitpid(pid, 0)
 hold()
 """,
-        watch.left_namespace("user"), "moby issue 42680 (clone3 and flags)", needs=("user_namespaces",), proves=("seccomp",),
+        watch.left_namespace("user"), "moby issue 42680 (clone3 and flags)", needs=("user_namespaces",),
+        proves=("seccomp",),
     ),
     Attack(
         "C3h", _G, "setns into the namespaces of another process of the host",
@@ -127,7 +130,8 @@ for path in ("/proc/%d/ns/ipc" % T.bystander, "/proc/1/ns/ipc"):
         'struct.pack("=Q", 0x61), 112), 0, -1, -1, 0)',
         r"\[perf_event\]", "CVE-2013-2094", "perf", proves=("seccomp",),
     ),
-    _holds("C5c", "userfaultfd", 'syscall("userfaultfd", 1)', "userfaultfd", "CVE-2021-22555 technique", proves=("seccomp",)),
+    _holds("C5c", "userfaultfd", 'syscall("userfaultfd", 1)', "userfaultfd", "CVE-2021-22555 technique",
+         proves=("seccomp",)),
     _holds(
         "C5d", "io_uring_setup", 'syscall("io_uring_setup", 8, ctypes.create_string_buffer(120))', "io_uring",
         "CVE-2022-29582", "io_uring", proves=("seccomp",),
@@ -165,7 +169,7 @@ for pid in [os.getppid(), *others()]:
         keep.append(os.open("/proc/%d/mem" % pid, os.O_RDWR))
 hold()
 """,
-        watch.holds_open(r"^/proc/\\d+/mem"), "CVE-2012-0056",
+        watch.holds_open(r"^/proc/\d+/mem"), "CVE-2012-0056",
     ),
     Attack(
         "C7", _G, "the host's name changed",
@@ -300,6 +304,7 @@ with trying:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 hold()
 """,
-        watch.lock_seen(python), "covert channel; every tier that shares files of the host has it", Boundary.USER_KERNEL,
+        watch.lock_seen(python), "covert channel; every tier that shares files of the host has it",
+        Boundary.USER_KERNEL,
     ),
 )  # fmt: skip

@@ -107,7 +107,8 @@ for folder in folders:
     ),
     Attack(
         "G3d", _G, "a POSIX message queue left",
-        "ctypes.CDLL('librt.so.1').mq_open(('/' + T.token).encode(), os.O_CREAT | os.O_RDWR, 0o600, None)\ntime.sleep(0.1)",
+        "libc = ctypes.CDLL('librt.so.1')\n"
+        "libc.mq_open(('/' + T.token).encode(), os.O_CREAT | os.O_RDWR, 0o600, None)\ntime.sleep(0.1)",
         watch.mqueue_left(), needs=("mqueue",),
     ),
     Attack(

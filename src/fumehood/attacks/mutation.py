@@ -47,7 +47,9 @@ def mutate(suite: Suite, *, lacks: tuple[str, ...] = ()) -> list[Mutant]:
     from fumehood.tiers.jail.controls import MECHANISMS
 
     probes = plan()
-    specs = [Spec(a.id, TIER, (control,)) for control, attacks in probes.items() for a in attacks if control not in lacks]
+    specs = [
+        Spec(a.id, TIER, (control,)) for control, attacks in probes.items() for a in attacks if control not in lacks
+    ]
     findings = suite.run(specs, {a.id: a for a in ATTACKS})
     mutants = []
     for control, attacks in probes.items():
@@ -76,8 +78,8 @@ def markdown(mutants: list[Mutant]) -> str:
     lines = [
         "# What each control of the jail is there for",
         "",
-        "Written by `fumehood verify --mutate --docs docs`: each control is switched off alone, and these attacks, which "
-        "the whole jail holds, succeed. A control without such an attack would be unproven.",
+        "Written by `fumehood verify --mutate --docs docs`: each control is switched off alone, and these attacks, "
+        "which the whole jail holds, succeed. A control without such an attack would be unproven.",
         "",
         "| control | mechanism | without it, these succeed |",
         "|---|---|---|",
@@ -96,5 +98,3 @@ def unproven(mutants: list[Mutant]) -> list[str]:
 def worst(mutants: list[Mutant]) -> list[Finding]:
     """Findings that say nothing, because the mutant could not be set up."""
     return [f for m in mutants for f in m.findings if f.verdict is Verdict.INCONCLUSIVE]
-
-

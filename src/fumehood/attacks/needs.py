@@ -95,7 +95,9 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "af_xdp": ("AF_XDP sockets", lambda: _socket_opens(44, socket.SOCK_RAW)),
     "io_uring": (
         "io_uring for this user",
-        lambda: read_text("/proc/sys/kernel/io_uring_disabled").strip() in (("0", "") if os.geteuid() else ("0", "1", "")),
+        lambda: (
+            read_text("/proc/sys/kernel/io_uring_disabled").strip() in (("0", "") if os.geteuid() else ("0", "1", ""))
+        ),
     ),
     "bpf": (
         "bpf() for this user",

@@ -32,7 +32,8 @@ ATTACKS = (
         watch.reached("tcp4"), "0.0.0.0-day, 2024", proves=("net_ns",),
     ),
     Attack(
-        "D9", _G, "loopback by an IPv4 address inside IPv6", _DIAL.format(where='("::ffff:127.0.0.1", T.ports["tcp4"])'),
+        "D9", _G, "loopback by an IPv4 address inside IPv6",
+        _DIAL.format(where='("::ffff:127.0.0.1", T.ports["tcp4"])'),
         watch.reached("tcp4"), proves=("net_ns",), needs=("ipv6",),
     ),
     Attack(

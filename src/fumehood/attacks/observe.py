@@ -62,7 +62,7 @@ class Run:
     @property
     def armed(self) -> bool:
         """Whether the attacker got as far as its attempt."""
-        return bool(self.done) or ARMED in self.output or self.result is not None and ARMED in self.result.stdout_data
+        return bool(self.done) or ARMED in self.output or (self.result is not None and ARMED in self.result.stdout_data)
 
     def judge(self) -> str | None:
         """Ask the watch, and keep its answer. One that reads a marked process is asked once, while that is held."""
@@ -98,9 +98,7 @@ class Run:
 
     def mine(self) -> dict[int, Proc]:
         """Processes of the sandbox: below this one, and not there before."""
-        return {
-            pid: proc for pid, proc in procfs.descendants().items() if (pid, proc.started) not in self.known
-        }
+        return {pid: proc for pid, proc in procfs.descendants().items() if (pid, proc.started) not in self.known}
 
     def look(self) -> None:
         """One look from outside at everything; a few milliseconds."""
@@ -138,7 +136,7 @@ class Run:
         if any(not seen.readable for seen in self.done):
             self.unseen = "the kernel does not let the host read the process"
         self.bystander_tracer = procfs.status(self.stage.bystander.pid).get("TracerPid", "0")
-        for pid, proc in processes.items():
+        for pid, proc in self.mine().items():  # again: the table was read before the mark was
             tracer = procfs.status(pid).get("TracerPid", "0")
             if tracer not in ("0", ""):
                 self.traced.append(f"{proc.comm} is traced by process {tracer}")

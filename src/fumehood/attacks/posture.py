@@ -21,8 +21,14 @@ _CONTROL_OF = {"mnt": "mount_ns"}
 
 
 def _row(
-    ident: str, title: str, seen: Watch, *proves: str, needs: tuple[str, ...] = (), holds: Boundary = Boundary.KERNEL,
-    limit: str | None = None, program: str = "hold()",
+    ident: str,
+    title: str,
+    seen: Watch,
+    *proves: str,
+    needs: tuple[str, ...] = (),
+    holds: Boundary = Boundary.KERNEL,
+    limit: str | None = None,
+    program: str = "hold()",
 ) -> Attack:
     return Attack(ident, _G, title, program, seen, _SOURCE, holds, proves, needs, limit=limit)  # fmt: skip
 
@@ -33,7 +39,8 @@ def _limit(ident: str, name: str, wanted: Callable[[Run], int], holds: Boundary 
 
 ATTACKS = (
     *(
-        _row(f"P1{letter}", f"in the host's {kind} namespace", watch.shares_namespace(kind), _CONTROL_OF.get(kind, f"{kind}_ns"))
+        _row(f"P1{letter}", f"in the host's {kind} namespace", watch.shares_namespace(kind),
+             _CONTROL_OF.get(kind, f"{kind}_ns"))
         for letter, kind in zip("abcdefg", NAMESPACES, strict=True)
     ),
     _row("P2", "an effective capability", watch.capable("CapEff"), "capabilities", needs=("root",)),
@@ -56,7 +63,8 @@ ATTACKS = (
     _row("P7f", "the cgroup tree", watch.sees_system("cgroup")),
     _row("P7g", "writable files without a bound", watch.unbounded_tmpfs(), "disk"),
     _row("P8", "a descriptor of the supervisor", watch.holds_inherited(), "descriptors", holds=Boundary.LIMITS),
-    _row("P8b", "a descriptor besides the three standard ones", watch.extra_descriptor(), "descriptors", holds=Boundary.LIMITS),
+    _row("P8b", "a descriptor besides the three standard ones", watch.extra_descriptor(), "descriptors",
+         holds=Boundary.LIMITS),
     _row("P9", "the supervisor's environment", watch.environ_canary(), "environment", holds=Boundary.LIMITS),
     _limit("P10a", "Max core file size", watch.bounded_by("none at all", 0), Boundary.LIMITS),
     _limit("P10b", "Max open files", lambda run: run.policy.limits.open_files, Boundary.LIMITS),
@@ -66,7 +74,8 @@ ATTACKS = (
     _limit("P10f", "Max file size", lambda run: run.policy.limits.disk_bytes, Boundary.LIMITS),
     _limit("P10g", "Max cpu time", lambda run: int(run.policy.limits.cpu_s) + 3, Boundary.LIMITS),
     _limit("P10h", "Max realtime priority", watch.bounded_by("none at all", 0)),
-    _row("P11a", "no limit on the memory of all processes together", watch.unbounded_cgroup("memory"), "memory", limit="memory"),
+    _row("P11a", "no limit on the memory of all processes together", watch.unbounded_cgroup("memory"),
+         "memory", limit="memory"),
     _row("P11b", "no limit on the number of processes together", watch.unbounded_cgroup("pids"), "pids", limit="pids"),
     _row("P11c", "no limit on CPU per second", watch.unbounded_cgroup("cpu"), "cpu", limit="cpu"),
     _row("P13", "a receipt that claims what is not so", false_claim(), holds=Boundary.LIMITS),

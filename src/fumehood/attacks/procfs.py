@@ -128,6 +128,11 @@ def become_subreaper() -> None:
     libc.prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
 
 
+def stop_subreaper() -> None:
+    """Let orphans go to where they went before."""
+    libc.prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 0)
+
+
 def reap(pids: Iterable[int]) -> None:
     """Collect the exit status of adopted orphans; others are left alone."""
     for pid in pids:

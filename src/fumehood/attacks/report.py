@@ -37,7 +37,7 @@ def text_matrix(report: Report) -> str:
     columns = _columns(report)
     lines = ["  ".join([f"{'':<6}{'':<{_TITLE_COLUMNS}}", *(f"{c:<17}" for c in columns)]).rstrip()]
     for attack in report.attacks:
-        row = [f"{attack.id:<6}{attack.title[:_TITLE_COLUMNS - 1]:<{_TITLE_COLUMNS}}"]
+        row = [f"{attack.id:<6}{attack.title[: _TITLE_COLUMNS - 1]:<{_TITLE_COLUMNS}}"]
         for tier in columns:
             finding = report.findings.get((attack.id, tier))
             seconds = f"{finding.seconds:5.1f} s" if finding else ""
@@ -136,7 +136,9 @@ def markdown_matrix(small: Mapping[str, Any], *, first: int = 6) -> str:
     groups = list(dict.fromkeys(row["group"] for row in small["attacks"]))
     for group in groups:
         rows = [row for row in small["attacks"] if row["group"] == group]
-        lines.append(f"| all of {group} ({len(rows)}) | " + " | ".join(_share(rows, i) for i in range(len(tiers))) + " |")
+        lines.append(
+            f"| all of {group} ({len(rows)}) | " + " | ".join(_share(rows, i) for i in range(len(tiers))) + " |"
+        )
     everything = small["attacks"]
     lines.append(
         f"| **all {len(everything)}** | " + " | ".join(f"**{_share(everything, i)}**" for i in range(len(tiers))) + " |"
@@ -152,7 +154,10 @@ def _share(rows: list[Mapping[str, Any]], column: int) -> str:
 
 def markdown_catalogue(attacks: tuple[Attack, ...]) -> str:
     """The table of docs/attacks.md."""
-    lines = ["| id | attack | where it comes from | what the host watches | must be held from |", "|---|---|---|---|---|"]
+    lines = [
+        "| id | attack | where it comes from | what the host watches | must be held from |",
+        "|---|---|---|---|---|",
+    ]
     for attack in attacks:
         lines.append(
             f"| {attack.id} | {attack.title} | {attack.source} | {attack.watch.sees} | `{attack.holds_from.value}` |"
@@ -178,7 +183,7 @@ def junit(report: Report) -> str:
             if failed:
                 failures += 1
                 ElementTree.SubElement(case, "failure", message=_xml(f"{cell(finding)}: {finding.seen}"))
-            elif finding.verdict is Verdict.NOT_APPLICABLE or finding.verdict is Verdict.BROKEN and tier != CONTROL:
+            elif finding.verdict is Verdict.NOT_APPLICABLE or (finding.verdict is Verdict.BROKEN and tier != CONTROL):
                 skipped += 1
                 ElementTree.SubElement(case, "skipped", message=_xml(f"{cell(finding)}: {finding.seen}"))
         suite.set("tests", str(len(suite)))

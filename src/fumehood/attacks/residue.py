@@ -31,7 +31,7 @@ class Residue:
             stage,
             frozenset((p.pid, p.started) for p in below.values()),
             frozenset((f.fd, f.link) for f in procfs.open_files(os.getpid()) if not f.link.startswith("/proc/")),
-            frozenset(procfs.read_text("/proc/self/mountinfo").splitlines()),
+            frozenset(_mounts(stage)),
             frozenset(_files(stage)),
         )
 
@@ -51,10 +51,21 @@ class Residue:
         procfs.reap(p.pid for p in new if not p.alive and p.ppid == os.getpid())
         now = Residue.take(self.stage)
         found = [f"process {p.comm} (pid {p.pid}, state {p.state})" for p in new if p.alive]
-        found += [f"descriptor {fd} of the supervisor: {link}" for fd, link in sorted(now.descriptors - self.descriptors)]
+        found += [
+            f"descriptor {fd} of the supervisor: {link}" for fd, link in sorted(now.descriptors - self.descriptors)
+        ]
         found += [f"mount {line.split()[4]}" for line in sorted(now.mounts - self.mounts)]
         found += [f"file {path}" for path in sorted(now.files - self.files)]
         return found
+
+
+#: Where sandboxes mount: whoever else mounts elsewhere on this host meanwhile is none of ours.
+_MOUNT_POINTS = ("/tmp", "/work", "/mnt", "/dev/shm", "/proc", "/")
+
+
+def _mounts(stage: Stage) -> list[str]:
+    lines = procfs.read_text("/proc/self/mountinfo").splitlines()
+    return [line for line in lines if line.split()[4] in _MOUNT_POINTS or stage.token in line]
 
 
 def _files(stage: Stage) -> list[str]:

@@ -230,7 +230,8 @@ with trying:
         os.mkdir("d")
         os.chdir("d")
 """,
-        watch.close_slow(5.0), "CPython issue 89727 (rmtree recursion)", Boundary.LIMITS, collect=True, features=("files",),
+        watch.close_slow(5.0), "CPython issue 89727 (rmtree recursion)", Boundary.LIMITS, collect=True,
+        features=("files",),
     ),
     Attack(
         "A26", _G, "600 artifacts",
@@ -239,7 +240,8 @@ for number in range(600):
     with trying, open("artifact%d" % number, "w") as file:
         file.write("x")
 """,
-        watch.saved_over(count=64), holds_from=Boundary.LIMITS, collect=True, features=("files",), artifacts={"count": 64},
+        watch.saved_over(count=64), holds_from=Boundary.LIMITS, collect=True, features=("files",),
+        artifacts={"count": 64},
     ),
     Attack(
         "A26b", _G, "8 MB of artifacts",
@@ -259,7 +261,8 @@ with trying:
     os.makedirs(path)
     open(path + "/file", "w").close()
 """,
-        watch.saved_over(depth=10), holds_from=Boundary.LIMITS, collect=True, features=("files",), artifacts={"depth": 8},
+        watch.saved_over(depth=10), holds_from=Boundary.LIMITS, collect=True, features=("files",),
+        artifacts={"depth": 8},
     ),
     Attack(
         "A27", _G, "200 MB to stdout",

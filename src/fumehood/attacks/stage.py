@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import stat

@@ -377,7 +377,9 @@ def dials(port_fact: str) -> Watch:
             return None
         kind = socket.AF_UNIX if port_fact == "abstract" else socket.AF_INET
         # The port is derived from the token, so that neither side has to be told by the other.
-        where: object = f"\0in-{run.stage.token}" if port_fact == "abstract" else ("127.0.0.1", host.port_of(run.stage.key))
+        where: object = (
+            f"\0in-{run.stage.token}" if port_fact == "abstract" else ("127.0.0.1", host.port_of(run.stage.key))
+        )
         with socket.socket(kind, socket.SOCK_STREAM) as dialler:
             dialler.settimeout(0.5)
             try:
@@ -645,9 +647,7 @@ def traced_bystander() -> Watch:
 
 def traced_own() -> Watch:
     """A process of the sandbox is traced."""
-    return Watch(
-        "TracerPid of the sandbox's processes", lambda run: run.traced[0] if run.traced else None, marked=True
-    )
+    return Watch("TracerPid of the sandbox's processes", lambda run: run.traced[0] if run.traced else None, marked=True)
 
 
 def personality() -> Watch:
@@ -733,7 +733,11 @@ def agent_readable() -> Watch:
         owner = os.stat(f"/proc/{parent}/mem").st_uid
         # proc(5): files of a process that is not dumpable belong to root
         same = uid and owner == int(uid[1]) and seen.status.get("Uid", "").split()[:1] == uid[:1]
-        return f"its parent, process {parent}, can be read by the same user" if same and _undumpable_shows(parent) else None
+        return (
+            f"its parent, process {parent}, can be read by the same user"
+            if same and _undumpable_shows(parent)
+            else None
+        )
 
     return _on_marked("the owner of /proc/PARENT/mem", check)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +23,8 @@ from fumehood.attacks.catalogue import by_id
 from fumehood.attacks.engine import face, make_control
 from fumehood.attacks.model import Attack, Finding
 from fumehood.attacks.orphan import face_orphan
-from fumehood.attacks.stage import Stage
+from fumehood.attacks.prelude import compose
+from fumehood.attacks.stage import Stage, python
 from fumehood.model import Code, Policy
 from fumehood.tier import Tier
 
@@ -84,18 +86,17 @@ def make_tier(spec: Spec, attack: Attack, stage: Stage) -> Tier:
 
 
 def _only_run(attack: Attack, spec: Spec) -> None:
-    """Run the program and wait to be killed; what is left of the folder is the caller's to remove."""
-    from pathlib import Path
-
-    from fumehood.attacks.control import ControlTier
-    from fumehood.attacks.prelude import compose
+    """Run the program and wait to be killed. On the control without its guard, which would die with its supervisor."""
+    text = compose(attack.program, {})
 
     async def run() -> None:
-        tier: Tier = ControlTier(home=Path("/")) if spec.tier == "none" else registry.make(spec.tier)
-        sandbox = await tier.create(Policy())
-        await sandbox.exec(Code(compose(attack.program, {})), last=True)
+        sandbox = await registry.make(spec.tier).create(Policy())
+        await sandbox.exec(Code(text), last=True)
 
-    asyncio.run(run())
+    if spec.tier == "none":
+        subprocess.run([python(), "-c", text], check=False)
+    else:
+        asyncio.run(run())
     time.sleep(60)
 
 

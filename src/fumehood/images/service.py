@@ -47,22 +47,20 @@ class Service:
                 remove_tree(self._folder)
 
 
-def reach(word: Word, *, runtime: str | None = None) -> Service:
+def reach(word: Word) -> Service:
     """The engine called ``word``, ready to be called. Blocks for as long as a service takes to start.
 
-    ``runtime`` is Podman's OCI runtime, which it takes when it starts, so then a service of our own is used.
     Raises UnavailableError with the remedy.
     """
     paths, problem = socket_paths(word)
     reasons = [problem] if problem else []
-    if word == "docker" or runtime is None:
-        for path in paths:
-            reason = answers(path)
-            if not reason:
-                return Service(Engine(word, path))
-            reasons.append(f"{path}: {reason}")
+    for path in paths:
+        reason = answers(path)
+        if not reason:
+            return Service(Engine(word, path))
+        reasons.append(f"{path}: {reason}")
     if word == "podman" and not problem:
-        return _start_podman(runtime)
+        return _start_podman()
     raise UnavailableError(
         f"no Docker engine answers: {'; '.join(reasons) or 'there is no socket'}", tier=word, remedy=_remedy(reasons)
     )
@@ -78,18 +76,17 @@ def _remedy(reasons: list[str]) -> str:
     return "install and start it: `apt-get install docker.io`"
 
 
-def _start_podman(runtime: str | None) -> Service:
+def _start_podman() -> Service:
     program = shutil.which("podman")
     if program is None:
         raise UnavailableError("podman is not installed", tier="podman", remedy="`apt-get install podman`")
     folder = tempfile.mkdtemp(prefix="fumehood-podman-")
     path = f"{folder}/podman.sock"
-    chosen = ["--runtime", runtime] if runtime else []
     log = open(f"{folder}/log", "w+b")  # noqa: SIM115 - read below, closed with the service's start
     with log:
         try:
             process = subprocess.Popen(
-                [program, "--log-level=error", *chosen, "system", "service", f"--time={IDLE_S}", f"unix://{path}"],
+                [program, "--log-level=error", "system", "service", f"--time={IDLE_S}", f"unix://{path}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

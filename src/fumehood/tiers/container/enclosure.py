@@ -13,8 +13,6 @@ from fumehood.tiers.container import owners
 from fumehood.tiers.container.counters import Counters, belongs_to
 from fumehood.tiers.container.stream import Pump
 
-#: How long a dead engine may take to come back before a container that only it can see counts as lost.
-_ENGINE_PATIENCE_S = 10.0
 _DEATH_TIMEOUT_S = 30.0
 
 
@@ -29,22 +27,18 @@ class ContainerEnclosure:
         self.ident = ident
         self.pump: Pump | None = None
         self.work_fd = -1
-        self.oom_reported = False
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
         self._death: asyncio.Future[None] = self._loop.create_future()
         self._counters: Counters | None = None
         self._killing: asyncio.Task[None] | None = None
-        self._reason = ""
         self._released = False
 
-    @property
-    def visible(self) -> bool:
-        """Whether the first process and its cgroup are this host's."""
-        return self._pidfd >= 0
-
     def see(self, pid: int) -> bool:
-        """Take hold of the container's first process, if ``pid``, as the engine tells it, is that process here."""
+        """Take hold of the container's first process, its cgroup and its work folder; whether they are this host's.
+
+        ``pid`` is as the engine tells it. An engine in a virtual machine means another process by it.
+        """
         if pid <= 0 or not belongs_to(pid, self.ident):
             return False
         try:
@@ -60,9 +54,11 @@ class ContainerEnclosure:
             return False
         self._pidfd = pidfd
         self._loop.add_reader(pidfd, self._died)
-        with contextlib.suppress(OSError):
+        try:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self.work_fd = os.open(f"/proc/{pid}/root/work", flags)
+        except OSError:
+            return False
         return True
 
     def _died(self) -> None:
@@ -88,42 +84,17 @@ class ContainerEnclosure:
             await self.engine.call("POST", f"/containers/{self.ident}/kill", query={"signal": "KILL"})
 
     async def wait_dead(self) -> None:
-        """Until the last process is dead. Raises OutcomeUnknownError if only the engine can tell, and it is gone."""
-        if self._pidfd >= 0:
-            if self._killing is not None:
-                await asyncio.shield(self._killing)
+        """Until the last process is dead. Raises OutcomeUnknownError if it does not die of SIGKILL."""
+        if self._killing is not None:
+            await asyncio.shield(self._killing)
+        try:
             async with asyncio.timeout(_DEATH_TIMEOUT_S):
                 await asyncio.shield(self._death)
-            return
-        await self._wait_by_engine()
-
-    async def _wait_by_engine(self) -> None:
-        until = self._loop.time() + _ENGINE_PATIENCE_S
-        while True:
-            try:
-                await self.engine.call(
-                    "POST", f"/containers/{self.ident}/wait", query={"condition": "not-running"}, timeout_s=60.0
-                )
-                break
-            except EngineError as error:
-                if error.status == 404:
-                    break
-                self._reason = error.message
-            except EngineGoneError as error:
-                self._reason = str(error)
-            if self._loop.time() > until:
-                raise OutcomeUnknownError(
-                    f"it cannot be told whether the container is dead: {self._reason}",
-                    tier=self.engine.word,
-                    remedy="start the engine again; the next start removes what this one left",
-                )
-            await asyncio.sleep(0.2)
-        with contextlib.suppress(EngineError, EngineGoneError):
-            state = (await self.engine.call("GET", f"/containers/{self.ident}/json"))["State"]
-            self.oom_reported = bool(state.get("OOMKilled"))
+        except TimeoutError:
+            raise OutcomeUnknownError("the container does not die", tier=self.engine.word) from None
 
     def usage(self) -> tuple[float | None, int | None]:
-        """As the cgroup counted, until it was killed; nothing where only the engine sees the container."""
+        """As the cgroup counted, until it was killed."""
         if self._counters is None:
             return None, None
         if not self._death.done():
@@ -131,20 +102,19 @@ class ContainerEnclosure:
         return self._counters.cpu_s, self._counters.peak_bytes
 
     def memory_killed(self) -> bool:
-        """Whether the kernel killed in the cgroup for memory, or the engine says that it did."""
-        if self._counters is not None:
-            if not self._death.done():
-                self._counters.read()
-            if self._counters.oom_kills:
-                return True
-        return self.oom_reported
+        """Whether the kernel killed in the cgroup for memory."""
+        if self._counters is None:
+            return False
+        if not self._death.done():
+            self._counters.read()
+        return self._counters.oom_kills > 0
 
     def lost_reason(self) -> str:
         """Why the stream may have ended: what the runtime wrote, or that the container is gone."""
         said = self.pump.stderr.decode("utf-8", "replace").strip()[-300:] if self.pump is not None else ""
         if said:
             return f"the container said: {said}"
-        return self._reason or "the container ended, or its engine closed the stream"
+        return "the container ended, or its engine closed the stream"
 
     def workdir_fd(self) -> int | None:
         """The work folder, opened through the first process's root; the tmpfs lives while this is open."""
@@ -153,8 +123,8 @@ class ContainerEnclosure:
     async def discard(self) -> None:
         """Kill, wait, release: for a container whose sandbox did not come to be."""
         self.kill()
-        with contextlib.suppress(OutcomeUnknownError, TimeoutError):
-            if self._pidfd >= 0:
+        if self._pidfd >= 0:
+            with contextlib.suppress(OutcomeUnknownError):  # the engine is told to remove it all the same
                 await self.wait_dead()
         await self.release()
 

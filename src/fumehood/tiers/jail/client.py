@@ -144,17 +144,18 @@ class Zygote:
                     fds += array.array("i", raw[: len(raw) - len(raw) % 4])
             if not data:
                 raise ValueError("it exited")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            cut = bool(flags & socket.MSG_CTRUNC)
+            if flags & socket.MSG_TRUNC or (cut and fds):
                 raise ValueError("it sent an oversized message")
-            self._take(json.loads(data), fds)
+            self._take(json.loads(data), fds, cut)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             for fd in fds:
                 os.close(fd)
             self._lose(f"the zygote is lost: {error}")
 
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _take(self, message: dict[str, Any], fds: list[int], cut: bool) -> None:
         ident = message["id"]
         if "exited" in message:
             future = self._exits.get(ident)
@@ -167,6 +168,9 @@ class Zygote:
         if "error" in message:
             if not waiting.done():
                 waiting.set_exception(StartError(str(message["error"])[:500], tier="jail"))
+        elif cut:  # recvmsg(2): there was no room in our own table of descriptors
+            if not waiting.done():
+                waiting.set_exception(StartError("this process has no descriptor left for a sandbox", tier="jail"))
         elif len(fds) != 1:
             raise ValueError("it sent no pidfd")
         elif waiting.done():
@@ -213,8 +217,12 @@ class Request:
         """The sandbox. Raises ZygoteLostError, StartError; a sandbox that comes too late is killed."""
         try:
             async with asyncio.timeout(_SPAWN_TIMEOUT_S):
-                pidfd = await self.future
+                pidfd = await asyncio.shield(self.future)
+        except asyncio.CancelledError:
+            self._give_up()
+            raise
         except TimeoutError:
+            self._give_up()
             self.zygote._lose("the zygote did not answer in time")
             raise ZygoteLostError("the zygote did not answer in time", tier="jail") from None
         try:
@@ -223,6 +231,13 @@ class Request:
             os.close(pidfd)
             raise StartError(f"the sandbox died at once: {error}", tier="jail") from None
         return Spawned(self.ident, pid, pidfd, self.host_uid)
+
+    def _give_up(self) -> None:
+        """Nobody takes the sandbox: if it is there already it is killed here, or else when it comes."""
+        self.zygote.forget(self.ident)
+        if not self.future.cancel() and not self.future.cancelled() and self.future.exception() is None:
+            process.kill_pidfd(self.future.result())
+            os.close(self.future.result())
 
 
 def start(

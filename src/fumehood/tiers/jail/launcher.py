@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
@@ -151,7 +152,7 @@ def build_root(plan: dict[str, Any]) -> None:
     for fd, source, target, flags in opened:
         Step.now = f"bind {source}"
         place = _ROOT + target
-        if os.path.isdir(source):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
             os.makedirs(place, exist_ok=True)
         else:
             write_file(place, b"")

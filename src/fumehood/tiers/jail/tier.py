@@ -14,6 +14,7 @@ import threading
 from functools import lru_cache
 
 from fumehood.enclosure import PidfdEnclosure, handshake
+from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
 from fumehood.model import Boundary, Limits, Policy, Receipt
@@ -95,6 +96,10 @@ class JailTier:
             return await self._start(policy)
         except ZygoteLostError:
             return await self._start(policy)
+        except OSError as error:
+            if isinstance(error, FumehoodError):
+                raise
+            raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
     async def _start(self, policy: Policy) -> Started:
         zygote = await self._zygote(_key(policy))
@@ -123,15 +128,13 @@ class JailTier:
             ours.setblocking(False)
             fd = ours.detach()
             return Channel(fd, fd), enclosure, receipt
-        except BaseException as error:
+        except BaseException:
             ours.close()
             if enclosure is None:
                 if group is not None:
                     group.remove()
             else:
                 await asyncio.shield(enclosure.discard())
-            if isinstance(error, OSError) and not isinstance(error, FumehoodError):
-                raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
             raise
 
     def _group(self, tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
@@ -232,12 +235,7 @@ def _enter(pid: int, group: Cgroup | None, limits: Limits, hard: tuple[str, ...]
 
 
 def _key(policy: Policy) -> Key:
-    site_packages = None
-    if policy.environment is not None:
-        from fumehood import environments
-
-        site_packages = str(environments.find(policy.environment).site_packages)
-    return site_packages, policy.preload, tuple((m.source, m.target) for m in policy.mounts)
+    return packages_of(policy), policy.preload, tuple((m.source, m.target) for m in policy.mounts)
 
 
 def _rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:

@@ -84,17 +84,20 @@ def main() -> None:
 
 def probe(root: bool) -> None:
     """Exit 0 if this host lets P0 do what it must; else print the reason and exit 1."""
+    held, release = os.pipe()
     try:
         pid, _ = clone3(flags(root, network=False))
         if pid == 0:
+            os.close(release)
+            os.read(held, 1)  # its ids can be mapped only while it lives
             os._exit(0)
         if not root:
             map_own_id(pid)
+        os.close(release)
         os.waitpid(pid, 0)
     except OSError as error:
-        print(error)
+        print(error, flush=True)
         os._exit(1)
-    sys.stdout.flush()
     os._exit(0)
 
 

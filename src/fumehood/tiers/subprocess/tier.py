@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.enclosure import PidfdEnclosure, handshake, readable
+from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.folders import remove_tree
 from fumehood.linux import process
@@ -69,29 +70,34 @@ class SubprocessTier:
         root = os.geteuid() == 0
         uid = _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT) if root else os.geteuid()
         rlimits = _rlimits(policy.limits)
-        folder = tempfile.mkdtemp(prefix="fumehood-")
         enclosure: SubprocessEnclosure | None = None
-        ours, theirs = socket.socketpair()
+        undo = contextlib.ExitStack()  # of what no enclosure owns yet
         try:
+            folder = tempfile.mkdtemp(prefix="fumehood-")
+            undo.callback(remove_tree, folder)
             if root:
                 os.chown(folder, uid, uid)
+            work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            undo.callback(os.close, work_fd)
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            undo.enter_context(theirs)
             plan = {
                 "root": root,
                 "uid": uid,
                 "network": policy.egress == ("*",),
                 "rlimits": rlimits,
                 "folder": folder,
-                "site_packages": _site_packages(policy),
+                "site_packages": packages_of(policy),
                 "preload": list(policy.preload),
             }
             child, control = _launch(plan, theirs)
-            try:
-                pid, pidfd = await _spawned(child, control)
-            except BaseException:
-                control.close()
-                child.kill()
-                raise
-            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder)
+            undo.callback(child.wait)
+            undo.callback(child.kill)
+            undo.enter_context(control)
+            pid, pidfd = await _spawned(control)
+            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder, work_fd)
+            undo.pop_all()
             namespaces = process.namespaces(pid)  # while it can be asked: once sealed it is not dumpable
             await handshake(ours, enclosure, tier=self.name)
             receipt = _read_back(pid, uid, policy, rlimits, namespaces)
@@ -99,16 +105,13 @@ class SubprocessTier:
             fd = ours.detach()
             return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt)
         except BaseException as error:
-            if enclosure is None:
-                remove_tree(folder)
-            else:
+            undo.close()
+            if enclosure is not None:
+                ours.close()
                 await asyncio.shield(enclosure.discard())
             if isinstance(error, OSError) and not isinstance(error, FumehoodError):
                 raise StartError(f"the sandbox could not be set up: {error}", tier=self.name) from None
             raise
-        finally:
-            ours.close()
-            theirs.close()
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -118,13 +121,19 @@ class SubprocessEnclosure(PidfdEnclosure):
     """A sandbox's process tree, the launcher that waits for it, and its folder."""
 
     def __init__(
-        self, pid: int, pidfd: int, child: subprocess.Popen[bytes], control: socket.socket, folder: str
+        self,
+        pid: int,
+        pidfd: int,
+        child: subprocess.Popen[bytes],
+        control: socket.socket,
+        folder: str,
+        work_fd: int,
     ) -> None:
         super().__init__(pid, pidfd, None, cpu_after_death=self._used)
         self._child = child
         self._control = control
         self._folder = folder
-        self.work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.work_fd = work_fd
 
     async def _used(self) -> float | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, EOFError):
@@ -173,7 +182,8 @@ def _launch(plan: dict[str, Any], channel: socket.socket) -> tuple[subprocess.Po
     return child, ours
 
 
-async def _spawned(child: subprocess.Popen[bytes], control: socket.socket) -> tuple[int, int]:
+async def _spawned(control: socket.socket) -> tuple[int, int]:
+    fds: list[int] = []
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
             message, fds = await _message(control)
@@ -181,7 +191,9 @@ async def _spawned(child: subprocess.Popen[bytes], control: socket.socket) -> tu
             raise StartError(str(message["error"])[:500], tier="subprocess")
         (pidfd,) = fds
         return process.pid_of_pidfd(pidfd), pidfd
-    except (TimeoutError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
+        for fd in fds:
+            os.close(fd)
         raise StartError(f"the launcher did not answer: {error}", tier="subprocess") from None
 
 
@@ -196,14 +208,6 @@ async def _message(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     if not isinstance(message, dict):
         raise ValueError("malformed message")
     return message, fds
-
-
-def _site_packages(policy: Policy) -> str | None:
-    if policy.environment is None:
-        return None
-    from fumehood import environments
-
-    return str(environments.find(policy.environment).site_packages)
 
 
 def _rlimits(limits: Limits) -> dict[str, int]:

@@ -1,0 +1,395 @@
+"""The tiers ``docker`` and ``podman``: one container per sandbox, and what this host offers for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fumehood import environments
+from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.images import engines
+from fumehood.images.engine import Engine, EngineError, EngineGoneError, Word
+from fumehood.images.service import Service, reach
+from fumehood.model import Policy, Receipt
+from fumehood.session import GuestSandbox
+from fumehood.tier import Features, Probe, require
+from fumehood.tiers.container import advice, owners, payload, posture, spec
+from fumehood.tiers.container.enclosure import ContainerEnclosure
+from fumehood.tiers.container.stream import Pump
+from fumehood.wire import Channel
+
+_READY_TIMEOUT_S = 60.0
+#: Host ids for containers of a rootful engine, below the jail's block: no account has them, so that what the kernel
+#: counts per user is the sandbox's own. A rootless engine maps 65536 ids at most.
+_UID_FIRST, _UID_COUNT = 0x6FFE0000, 0xFFFF
+_UID_ROOTLESS = 1000
+_REFUSAL_SHOWN = 400
+
+
+class ContainerTier:
+    """One engine as a tier. ``image`` is a name given to `fumehood image build` or an engine's reference; ``runtime``
+    is the OCI runtime, the engine's default if None. Both default to what the environment says
+    (``FUMEHOOD_IMAGE``, ``FUMEHOOD_OCI_RUNTIME``), which is the operator's.
+    """
+
+    name: Word
+
+    def __init__(self, *, image: str | None = None, runtime: str | None = None) -> None:
+        self.image = image or os.environ.get("FUMEHOOD_IMAGE") or None
+        self.runtime = runtime or os.environ.get("FUMEHOOD_OCI_RUNTIME") or None
+        self.features = Features(
+            boundary=spec.boundary_of(self.runtime or ""),
+            summary=f"a container of {self.name.capitalize()}'s for each sandbox, with every door closed",
+            live=True,
+            files=True,
+            commands=True,
+            environments=True,
+            mounts=True,
+        )
+        self._service: Service | None = None
+        self._host: Host | None = None
+        self._profile: tempfile._TemporaryFileWrapper[str] | None = None
+        self._starting = asyncio.Lock()
+
+    def probe(self) -> Probe:
+        """Asks the engine what it is and whether it has the image; the answer is kept for some seconds."""
+        try:
+            return _probes.ask(self.name, self.image, self.runtime)
+        except Exception as error:
+            return Probe(False, f"{type(error).__name__}: {error}", f"see what `{self.name} info` says")
+
+    async def create(self, policy: Policy) -> GuestSandbox:
+        """A container, started, its receipt read back. Nothing is left of one that did not come to be.
+
+        Raises UnsupportedError, PolicyError (a mount that shows an engine's socket), UnavailableError (no engine, no
+        image), StartError.
+        """
+        require(self, policy)
+        try:
+            engine, host = await self._ready()
+            return await self._create(policy, engine, host)
+        except EngineGoneError as error:
+            await self._forget()
+            raise UnavailableError(str(error), tier=self.name, remedy="start the engine, then try again") from None
+        except EngineError as error:
+            raise self._refused(error) from None
+
+    async def _create(self, policy: Policy, engine: Engine, host: Host) -> GuestSandbox:
+        packages, version = _packages(policy)
+        rlimits = spec.rlimits(policy.limits, host.hard)
+        wanted = spec.Container(
+            policy=policy,
+            image=host.image,
+            user=_UID_ROOTLESS if host.rootless else _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT),
+            owner=owners.ours(),
+            runtime=self.runtime,
+            binds=(*_mounts(policy), *packages),
+            seccomp=self._seccomp(),
+        )
+        create, body = _SPELLINGS[self.name]
+        made = await engine.call("POST", create, body=body(wanted))
+        enclosure = ContainerEnclosure(engine, str(made["Id"]))
+        try:
+            pump = enclosure.pump = Pump(*await self._start(engine, enclosure.ident))
+            await pump.send(payload.message(python=version, rlimits=rlimits, preload=policy.preload))
+            inspected = await engine.call("GET", f"{create.removesuffix('/create')}/{enclosure.ident}/json")
+            pid = int(inspected["State"]["Pid"])
+            seen = enclosure.see(pid)
+            report = await self._report(pump, enclosure)
+            if not seen:
+                raise StartError(
+                    "the container's processes and files are not visible on this host, so it could not be held",
+                    tier=self.name,
+                    remedy="use an engine that runs on this host and belongs to this user, or run as root",
+                )
+            receipt = self._receipt(pid, inspected, policy, host, rlimits, report)
+            return GuestSandbox(Channel(*pump.take()), enclosure, policy, receipt, env=spec.ENV)
+        except BaseException as error:
+            await asyncio.shield(enclosure.discard())
+            if isinstance(error, OSError | KeyError | ValueError | TypeError) and not isinstance(error, FumehoodError):
+                raise StartError(f"the sandbox could not be set up: {error!r}", tier=self.name) from None
+            raise
+
+    async def _start(self, engine: Engine, ident: str) -> tuple[socket.socket, bytes]:
+        """Attach and start. Both at once: Podman answers an attach only when the container runs.
+
+        Nothing is lost by that, since the container says nothing before it is spoken to.
+        """
+        attaching = asyncio.create_task(engine.attach(f"/containers/{ident}/attach", _ATTACH))
+        try:
+            await engine.call("POST", f"/containers/{ident}/start")
+            return await attaching
+        except BaseException:
+            attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineError, EngineGoneError):
+                (await attaching)[0].close()
+            raise
+
+    def _seccomp(self) -> str:
+        if self.name == "docker":
+            return spec.seccomp_text()
+        if self._profile is None:
+            self._profile = tempfile.NamedTemporaryFile("w", prefix="fumehood-seccomp-", suffix=".json")  # noqa: SIM115
+            self._profile.write(spec.seccomp_text())
+            self._profile.flush()
+        return self._profile.name
+
+    async def _report(self, pump: Pump, enclosure: ContainerEnclosure) -> dict[str, Any]:
+        try:
+            return await payload.report(pump.stream, tier=self.name, timeout_s=_READY_TIMEOUT_S)
+        except StartError as error:
+            said = enclosure.lost_reason() if pump.stderr else ""
+            raise StartError(f"{error.message}{f'; {said}' if said else ''}", tier=self.name) from None
+
+    def _receipt(
+        self,
+        pid: int,
+        inspected: dict[str, Any],
+        policy: Policy,
+        host: Host,
+        rlimits: dict[str, int],
+        report: dict[str, Any],
+    ) -> Receipt:
+        runtime = _runtime_of(inspected, host)
+        reading = posture.Reading(self.name)
+        reading.take("runtime", self.runtime in (None, runtime), runtime, "the engine, by inspect")
+        reading.take("image", True, inspected["Image"], host.image)
+        boundary = spec.boundary_of(runtime)
+        posture.kernel_view(reading, pid, own_kernel=boundary is spec.Boundary.KERNEL)
+        posture.mounts_view(reading, pid, policy, tuple(mount.target for mount in policy.mounts))
+        posture.engine_view(reading, inspected, policy, host.hard)
+        posture.common_view(reading, policy, rlimits, report, "cpu" in host.hard)
+        return reading.receipt(boundary, host=host.describe(), notes=host.notes)
+
+    async def _ready(self) -> tuple[Engine, Host]:
+        """The engine and what it is, asked once; what dead supervisors left there is removed then."""
+        if self._service is not None and self._host is not None and not self._service.lost:
+            return self._service.engine, self._host
+        async with self._starting:
+            if self._service is None or self._service.lost or self._host is None:
+                await self._forget()
+                service = await asyncio.to_thread(reach, self.name)
+                try:
+                    self._host = await learn(service.engine, self.image, self.runtime)
+                    await owners.prune(service.engine)
+                except BaseException:
+                    service.close()
+                    raise
+                self._service = service
+            return self._service.engine, self._host
+
+    async def _forget(self) -> None:
+        service, self._service, self._host = self._service, None, None
+        if service is not None:
+            await asyncio.to_thread(service.close)
+        _probes.forget(self.name)
+
+    def _refused(self, error: EngineError) -> FumehoodError:
+        """The engine's refusal as ours: a missing image and a missing runtime have their own remedies."""
+        text = error.message[:_REFUSAL_SHOWN]
+        if error.status == 404 and "image" in text.lower():
+            self._host = None
+            return _no_image(self.name, self.image)
+        if _NO_RUNTIME.search(text):
+            remedy = f"install it and name it in the engine's configuration, or choose another than {self.runtime!r}"
+            return UnavailableError(f"the engine has no such runtime: {text}", tier=self.name, remedy=remedy)
+        return StartError(f"the engine refused: {text}", tier=self.name)
+
+    async def close(self) -> None:
+        """Let go of the engine, ending a service that was started for it. Idempotent."""
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
+        await self._forget()
+
+
+class DockerTier(ContainerTier):
+    """Tier ``docker``."""
+
+    name = "docker"
+
+
+class PodmanTier(ContainerTier):
+    """Tier ``podman``."""
+
+    name = "podman"
+
+
+#: How each engine is asked to create a container: the path and the body.
+_SPELLINGS: dict[Word, tuple[str, Callable[[spec.Container], dict[str, Any]]]] = {
+    "docker": ("/containers/create", spec.docker_body),
+    "podman": ("/v4.0.0/libpod/containers/create", spec.podman_body),
+}
+#: Docker: "unknown or invalid runtime name", "Unknown runtime specified"; Podman: "OCI runtime … is not available",
+#: and either when the runtime's file is not there.
+_NO_RUNTIME = re.compile(
+    r"unknown (or invalid )?runtime|runtime \S+ (is )?not (available|found)|no such runtime|requested OCI runtime"
+    r"|executable file not found|fork/exec \S+: no such file",
+    re.IGNORECASE,
+)
+_ATTACH = {"stream": 1, "stdin": 1, "stdout": 1, "stderr": 1}
+
+
+class Host:
+    """What one engine on this host is: read once, constant while it runs."""
+
+    def __init__(self, word: Word, info: dict[str, Any], version: dict[str, Any], image: str) -> None:
+        self.word = word
+        self.info = info
+        self.image = image
+        self.version = str(version.get("Version", "?"))
+        self.components = {
+            str(c.get("Name", "")): str(c.get("Version", "")) for c in version.get("Components") or () if c
+        }
+        options = [str(o) for o in info.get("SecurityOptions") or ()]
+        self.rootless = any("rootless" in o for o in options)
+        self.remapped = any("userns" in o for o in options)
+        self.hard = (
+            *(("memory",) if info.get("MemoryLimit") and info.get("SwapLimit", True) else ()),
+            *(("pids",) if info.get("PidsLimit") else ()),
+            *(("cpu",) if info.get("CpuCfsQuota") else ()),
+            "disk",
+        )
+        self.notes = advice.notes(word, self.version, self.components)
+
+    def describe(self) -> str:
+        """For a receipt: the engine, its mode and the kernel below."""
+        system = os.uname()
+        mode = ", rootless" if self.rootless else ""
+        return f"{self.word} {self.version}{mode} on {system.sysname} {system.release} {system.machine}"
+
+
+async def learn(engine: Engine, image: str | None, runtime: str | None) -> Host:
+    """Ask the engine. Raises EngineError, EngineGoneError, UnavailableError (no image, no such runtime)."""
+    info = await engine.call("GET", "/info")
+    version = await engine.call("GET", "/version")
+    known = info.get("Runtimes") or {}
+    if engine.word == "docker" and runtime is not None and runtime not in known:
+        raise UnavailableError(
+            f"the engine has no runtime {runtime!r}, only {', '.join(sorted(known))}",
+            tier=engine.word,
+            remedy='name it under "runtimes" in /etc/docker/daemon.json and restart the engine',
+        )
+    found = await engines.inspect(engine, image)
+    if found is None:
+        raise _no_image(engine.word, image)
+    return Host(engine.word, info, version, str(found["reference"]))
+
+
+def _no_image(word: Word, image: str | None) -> UnavailableError:
+    name = image or engines.DEFAULT_NAME
+    if "/" in name or ":" in name:
+        remedy = f"`fumehood image pull {name} --engine {word}`"
+    else:
+        remedy = f"`fumehood image build {name} --engine {word}`"
+        if image is None:
+            remedy += f", or where a registry can be reached `fumehood image pull --engine {word}`"
+    return UnavailableError(f"{word} has no image {name!r}", tier=word, remedy=remedy)
+
+
+def _runtime_of(inspected: dict[str, Any], host: Host) -> str:
+    """The OCI runtime of the container, as the engine tells it: by name, or for Podman by its file's name."""
+    name = str(inspected.get("OCIRuntime") or inspected["HostConfig"].get("Runtime") or "")
+    if name in ("", "oci"):
+        name = str(host.info.get("DefaultRuntime") or "")
+    return os.path.basename(name) or "unknown"
+
+
+def _mounts(policy: Policy) -> list[tuple[str, str]]:
+    """The operator's mounts. Raises PolicyError for one that would show an engine's socket."""
+    for mount in policy.mounts:
+        spec.refuse_sockets(mount.source)
+    return [(mount.source, mount.target) for mount in policy.mounts]
+
+
+def _packages(policy: Policy) -> tuple[list[tuple[str, str]], str | None]:
+    """The environment's folder on the host and inside, and the Python it is for. Raises PolicyError."""
+    if policy.environment is None:
+        return [], None
+    found = environments.find(policy.environment)
+    return [(str(found.site_packages), spec.PACKAGES.format(found.python))], found.python
+
+
+class _Probes:
+    """The last answers, so that a survey of all tiers does not ask an engine again and again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[object, ...], Probe] = {}
+
+    def ask(self, word: Word, image: str | None, runtime: str | None) -> Probe:
+        key = (word, image, runtime, os.environ.get("DOCKER_HOST"), os.environ.get("CONTAINER_HOST"), os.geteuid())
+        with self._lock:
+            if key not in self._known:
+                probe = _look(word, image, runtime)
+                if not probe.available:  # it may be mended any moment
+                    return probe
+                self._known[key] = probe
+            return self._known[key]
+
+    def forget(self, word: Word) -> None:
+        with self._lock:
+            for key in [k for k in self._known if k[0] == word]:
+                del self._known[key]
+
+
+_probes = _Probes()
+
+
+def _look(word: Word, image: str | None, runtime: str | None) -> Probe:
+    try:
+        service = reach(word)
+    except UnavailableError as error:
+        return Probe(False, error.message, error.remedy or "")
+    try:
+        host = _run(learn(service.engine, image, runtime))
+        details = [("engine", host.describe()), ("image", host.image), *advice.details(service.engine, host.components)]
+        details += [("advice", note) for note in host.notes]
+        reason = _not_ours(host)
+        if reason:
+            return Probe(False, reason, "run as root, or use a rootless engine", details=tuple(details))
+        return Probe(True, hard=host.hard, details=tuple(details))
+    except UnavailableError as error:
+        return Probe(False, error.message, error.remedy or "")
+    except EngineGoneError as error:
+        return Probe(False, str(error), "start the engine, then try again")
+    except EngineError as error:
+        return Probe(False, f"the engine refused: {error.message}", f"see what `{word} info` says")
+    finally:
+        service.close()
+
+
+def _not_ours(host: Host) -> str:
+    if os.geteuid() != 0 and not host.rootless:
+        return (
+            "the engine runs as root and this user does not: what its containers do could not be held or collected, "
+            "and who may call such an engine is root by another name"
+        )
+    return ""
+
+
+def _run(coroutine: Any) -> Any:
+    """Run to the end, also where this thread has a running loop already."""
+    result: list[Any] = []
+
+    def work() -> None:
+        try:
+            result.append(asyncio.run(coroutine))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=work, name="fumehood-probe")
+    thread.start()
+    thread.join()
+    with contextlib.suppress(IndexError):
+        if isinstance(result[0], BaseException):
+            raise result[0]
+    return result[0]
