@@ -60,6 +60,8 @@ and from the agent::
 
 from __future__ import annotations
 
+# The C calls behind ``signal``, whose enum wrappers would cost each sandbox a hundred page faults.
+import _signal  # type: ignore[import-not-found]
 import atexit
 import builtins
 import ctypes
@@ -118,6 +120,8 @@ DONE = struct.Struct("!2sHH")  # b"fh", exec number, exit code
 #: What goes through agent and interpreter beforehand, see Agent.rehearse.
 REHEARSAL = b"import sys\nprint(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]})\n"
 REHEARSAL_NUMBER = 0
+
+IGNORED = (_signal.SIGPIPE, _signal.SIGXFSZ)  # as CPython ignores them, for programs as well as for us
 
 EXIT_LOST = 70  # EX_SOFTWARE of <sysexits.h>: our own failure in a forked child
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -236,7 +240,7 @@ class Agent:
         make_undumpable()
         adopt_orphans()
         self.take_signals()
-        restore_site_builtins()
+        prepare()
         gc.collect()
         gc.freeze()  # what exists now is never collected, so the pages stay shared with the children
         try:
@@ -250,14 +254,13 @@ class Agent:
             pass
 
     def take_signals(self) -> None:
-        ignored = {signal.SIGPIPE, signal.SIGXFSZ}  # as CPython ignores them, for programs as well as for us
-        for number in signal.valid_signals() - ignored - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
-            if signal.getsignal(number) not in (signal.SIG_DFL, None):
-                signal.signal(number, signal.SIG_DFL)
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, _wake_only)
-        signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
+        for number in range(1, _signal.NSIG):
+            if _signal.getsignal(number) not in (_signal.SIG_DFL, None) and number not in IGNORED:
+                _signal.signal(number, _signal.SIG_DFL)
+        for number in IGNORED:
+            _signal.signal(number, _signal.SIG_IGN)
+        _signal.signal(_signal.SIGCHLD, _wake_only)
+        _signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
 
     def rehearse(self) -> None:
         """Go once through all that an exec goes through, unheard, so that the first one finds every page in place.
@@ -977,9 +980,9 @@ def _removed(name: bytes, folder: int) -> bool:
 
 def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int) -> None:
     """Leave the agent behind: its session, signals, descriptors and protection."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until a program is there to be interrupted
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.setsid()
     os.fchdir(workdir)
     os.umask(0o022)
@@ -1019,7 +1022,7 @@ def interpret() -> NoReturn:
     namespace = main_module.__dict__
     private = socket.socket(fileno=3)
     pid = os.getpid()
-    handler: Any = signal.default_int_handler
+    handler: Any = _signal.default_int_handler
     first = True
     while True:
         number, last, name, env, code, stdin_fd = _receive(private)
@@ -1037,11 +1040,11 @@ def interpret() -> NoReturn:
             private.close()
         try:
             status = run_code(code, name, {"__builtins__": builtins} if rehearsal else namespace, handler)
-            handler = signal.getsignal(signal.SIGINT)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            handler = _signal.getsignal(_signal.SIGINT)
+            _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         except KeyboardInterrupt:  # it came between the program's end and ours
             status = EXIT_INTERRUPTED
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         if last or os.getpid() != pid:  # a fork of the program's own that ran to the program's end
             os._exit(finalize(status, namespace))
         _flush_standard_streams()
@@ -1080,28 +1083,61 @@ def _environment(block: bytes) -> dict[bytes, bytes]:
     return {name: value for name, _, value in items}
 
 
-def fresh_interpreter() -> types.ModuleType:
-    """Make this process look like an interpreter that has just started; its ``__main__``."""
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__builtins__=builtins, __annotations__={})
+_main_module: types.ModuleType | None = None
+
+
+def prepare() -> None:
+    """Make this process look like an interpreter that has just started, so that its forks need not. Idempotent.
+
+    Whoever forks agents calls it beforehand: what is done here once is page faults saved in each of them.
+    """
+    global _main_module  # noqa: PLW0603 - made once, before any fork
+    if _main_module is not None:
+        return
+    restore_site_builtins()
+    _main_module = types.ModuleType("__main__")
+    _main_module.__dict__.update(__builtins__=builtins, __annotations__={})
     for name in list(sys.modules):
         module = sys.modules[name]
         if name.partition(".")[0] == "fumehood" or getattr(module, "__dict__", None) is globals():
             del sys.modules[name]
-    sys.modules["__main__"] = main_module
+    sys.modules["__main__"] = _main_module
     sys.argv = [""]
     sys.orig_argv[:] = [os.path.basename(sys.executable or "python3")]
     if sys.path[:1] != [""]:
         sys.path.insert(0, "")
-    sys.stdin = sys.__stdin__ = _open_stdin()  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = _open_output(1, "<stdout>", "surrogateescape", line_buffering=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _open_output(2, "<stderr>", "backslashreplace", line_buffering=True)  # type: ignore[misc]
+    _open_standard_streams()
     os.environ.clear()
+
+
+def fresh_interpreter() -> types.ModuleType:
+    """What is left to do in each interpreter; its ``__main__``."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:  # os.fork() has reseeded ``random``; numpy's global generator knows nothing of forks
         numpy_random.seed()
     gc.enable()
-    return main_module
+    assert _main_module is not None
+    return _main_module
+
+
+def _open_standard_streams() -> None:
+    """The three streams on descriptors 0 to 2, which are pipes in every interpreter.
+
+    A stream looks at its descriptor when it is made (can it seek?), so pipes stand there for that moment.
+    """
+    saved = [os.dup(fd) for fd in range(3)]
+    read_end, write_end = os.pipe()
+    try:
+        for fd, end in enumerate((read_end, write_end, write_end)):
+            os.dup2(end, fd)
+        sys.stdin = sys.__stdin__ = _open_stdin()  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = _open_output(1, "<stdout>", "surrogateescape", line_buffering=False)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _open_output(2, "<stderr>", "backslashreplace", line_buffering=True)  # type: ignore[misc]
+    finally:
+        for fd, was in enumerate(saved):
+            os.dup2(was, fd)
+        for fd in (*saved, read_end, write_end):
+            os.close(fd)
 
 
 def _open_stdin() -> io.TextIOWrapper:
@@ -1137,7 +1173,7 @@ def run_code(source: bytes, name: str, namespace: dict[str, Any], handler: Any) 
     lines = source.decode("utf-8", "replace").splitlines(True)
     linecache.cache[name] = (len(source), None, lines, name)
     try:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         exec(compile(source, name, "exec", 0, True), namespace)
     except SystemExit as end:
         return _exit_code(end)

@@ -329,9 +329,7 @@ async def _start_plain(recipe: Recipe, policy: Policy) -> tuple[Channel, PidfdEn
         )
         enclosure = PlainEnclosure(child, os.pidfd_open(child.pid), folder)
         theirs.close()
-        report = await handshake(ours, enclosure, tier=recipe.tier)
-        if report.get("rlimits") != {name: [value, value] for name, value in rlimits.items()}:
-            raise StartError(f"not held as asked: rlimits are {report.get('rlimits')}", tier=recipe.tier)
+        await handshake(ours, enclosure, tier=recipe.tier)
         receipt = _plain_receipt(child.pid, rlimits, limits)
         enclosure.poll_memory(limits.memory_bytes)
         ours.setblocking(False)
@@ -362,8 +360,14 @@ def _rlimits(limits: Limits) -> dict[str, int]:
 
 def _plain_receipt(pid: int, rlimits: dict[str, int], limits: Limits) -> Receipt:
     status = process.status(pid)
+    found = process.limits(pid)
+    wrong = [f"{name} is {found[name.lower()]}" for name, n in rlimits.items() if found[name.lower()] != (n, n)]
     if status["NoNewPrivs"] != 1:
-        raise StartError("not held as asked: no_new_privs is off")
+        wrong.append("no_new_privs is off")
+    if 0 in status["Uid"]:
+        wrong.append("it runs as root")
+    if wrong:
+        raise StartError(f"not held as asked: {'; '.join(wrong)}")
     listed = " ".join(f"{name}={value}" for name, value in rlimits.items())
     controls = (
         Control("no_new_privs", Held.HARD, "PR_SET_NO_NEW_PRIVS", "1"),

@@ -183,7 +183,6 @@ def answer(work_fd: int) -> None:
 def prepare(config: dict[str, Any]) -> None:
     """Everything that sandboxes share, done once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    agent.restore_site_builtins()
     sys.path.append(config["site_packages"])
     sys.prefix = sys.exec_prefix = config["prefix"]
     for name in _COMMON.split():
@@ -204,7 +203,8 @@ def prepare(config: dict[str, Any]) -> None:
     module, _, function = config["guest"].partition(":")
     config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
-    sys.path.remove(__file__.rsplit("/fumehood/", 1)[0])  # programs see a plain interpreter
+    sys.path.remove(__file__.rsplit("/fumehood/", 1)[0])
+    agent.prepare()  # programs see a plain interpreter
     gc.collect()
     gc.freeze()
 

@@ -142,7 +142,6 @@ def prepare(plan: dict[str, Any]) -> None:
     """The interpreter that programs see."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path.pop(0)
-    agent.restore_site_builtins()
     if plan["site_packages"]:
         sys.path.append(plan["site_packages"])
     for name in plan["preload"]:
