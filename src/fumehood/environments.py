@@ -206,6 +206,26 @@ def remove(name: str) -> None:
                 shutil.rmtree(folder)
 
 
+@contextlib.contextmanager
+def building(progress: Progress) -> Iterator[tuple[Path, Path]]:
+    """The cache folder, and a folder in it to build in, for one builder at a time. Raises PolicyError, StartError."""
+    cache = _made(cache_folder())
+    with _locked(cache, progress), _workshop(cache) as shop:
+        try:
+            yield cache, shop
+        except OSError as error:
+            raise StartError(f"the build failed: {error}") from error
+
+
+def cache_is_safe() -> bool:
+    """Whether the cache folder exists. Raises PolicyError if others could have planted something in it."""
+    try:
+        _checked(cache_folder())
+    except FileNotFoundError:
+        return False
+    return True
+
+
 # -- names and requests -------------------------------------------------------------------------------------------
 
 
@@ -382,7 +402,7 @@ def _install(interpreter: str, facts: dict[str, str], files: dict[str, str], sho
         shutil.rmtree(site / "bin", ignore_errors=True)
     progress("compiling")
     _compile(interpreter, shop / "env")
-    _open_to_read(shop / "env")
+    open_to_read(shop / "env")
 
 
 def _compile(interpreter: str, env: Path) -> None:
@@ -434,7 +454,7 @@ def _pip(interpreter: str, arguments: list[str], shop: Path, progress: Progress)
         raise StartError(f"pip failed with code {process.returncode}:\n{text}")
 
 
-def _open_to_read(env: Path) -> None:
+def open_to_read(env: Path) -> None:
     """Readable by all: inside, the sandbox's uid is another. The 0700 of the cache's own folder still guards it."""
     for folder, _, names in os.walk(env):
         os.chmod(folder, 0o755)

@@ -17,7 +17,9 @@ from fumehood.tier import Probe, Tier, require
 #: Name -> "module:class", lightest first: the order in which a floor is served.
 _TIERS = {
     "subprocess": "fumehood.tiers.subprocess.tier:SubprocessTier",
+    "interpreter": "fumehood.tiers.interpreter.tier:InterpreterTier",
     "jail": "fumehood.tiers.jail.tier:JailTier",
+    "wasm": "fumehood.tiers.wasm.tier:WasmTier",
 }
 
 DEFAULT_FLOOR = Boundary.KERNEL

@@ -52,7 +52,9 @@ def test_what_would_be_obeyed_is_shown_instead(hostile: str, seen: str) -> None:
     assert neutralise(hostile) == seen
 
 
-@pytest.mark.parametrize("plain", ["a < b | c > d", "é 漢字 🧪 \u200d", "x[0] = y[1]\tz\n", "<html><b>hi</b></html>", "a\u00a0b"])
+@pytest.mark.parametrize(
+    "plain", ["a < b | c > d", "é 漢字 🧪 \u200d", "x[0] = y[1]\tz\n", "<html><b>hi</b></html>", "a\u00a0b"]
+)
 def test_ordinary_output_stays_as_it_is(plain: str) -> None:
     assert neutralise(plain) == plain
 

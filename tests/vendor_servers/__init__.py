@@ -190,9 +190,7 @@ def _play_messages(says: Says, body: dict[str, Any], number: int) -> Iterator[st
         yield event("content_block_stop", index=index)
         index += 1
     reason = "refusal" if says.refused else "max_tokens" if says.cut else "tool_use" if says.calls else "end_turn"
-    yield event(
-        "message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage={"output_tokens": 20}
-    )
+    yield event("message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage={"output_tokens": 20})
     yield event("message_stop")
 
 

@@ -169,11 +169,21 @@ async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     """The second program: it is told all but the note."""
     told = {k: v for k, v in targets.items() if k != "note"}
     sandbox = await tier.create(run.policy)
+    task = asyncio.ensure_future(sandbox.exec(Code(compose(run.attack.second, told)), last=True))
+    known = {seen.pid for seen in run.done}
     try:
-        result = await sandbox.exec(Code(compose(run.attack.second, told)), last=True)
-        run.second_output = result.stdout_data
+        while not task.done() and not run.beside:
+            await asyncio.wait([task], timeout=LOOK_S)
+            run.beside = run.marked(known)
+        if task.done():
+            run.second_output = task.result().stdout_data
     finally:
         await sandbox.close()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait([task], timeout=5)
+        if not task.cancelled():
+            task.exception()
 
 
 @contextlib.contextmanager

@@ -105,9 +105,10 @@ class Finding:
     @property
     def failed(self) -> bool:
         """Whether the suite's exit code must not be zero because of this."""
-        if self.verdict is Verdict.INCONCLUSIVE or self.residue:
-            return True
-        return self.verdict is Verdict.BROKEN and self.required and not self.best_effort
+        allowed = not self.required or self.best_effort
+        if self.verdict is Verdict.BROKEN and allowed:
+            return False  # and what it leaves is its success
+        return self.verdict in (Verdict.BROKEN, Verdict.INCONCLUSIVE) or bool(self.residue)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -16,6 +16,22 @@ from fumehood.attacks.worker import Spec
 TIER = "jail"
 
 
+#: Controls that cannot be applied without another one, and go with it: a mount needs the capabilities of a user
+#: namespace that owns the mount namespace, a filter needs no_new_privs where there is no capability.
+TOGETHER: dict[str, tuple[str, ...]] = {
+    "user_ns": ("cgroup_ns", "uid", "mount_ns", "pid_ns", "ipc_ns", "uts_ns", "disk", "proc", "hostname"),
+    "mount_ns": ("disk", "proc"),
+    "pid_ns": ("proc",),
+    "uid": ("disk", "proc"),
+    "no_new_privs": ("landlock", "seccomp"),
+}
+
+
+def off(control: str) -> tuple[str, ...]:
+    """What is switched off to do without ``control``."""
+    return (control, *TOGETHER.get(control, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """One control switched off, and what the attacks that probe it did then."""
@@ -48,13 +64,13 @@ def mutate(suite: Suite, *, lacks: tuple[str, ...] = ()) -> list[Mutant]:
 
     probes = plan()
     specs = [
-        Spec(a.id, TIER, (control,)) for control, attacks in probes.items() for a in attacks if control not in lacks
+        Spec(a.id, TIER, off(control)) for control, attacks in probes.items() for a in attacks if control not in lacks
     ]
     findings = suite.run(specs, {a.id: a for a in ATTACKS})
     mutants = []
     for control, attacks in probes.items():
         found = tuple(
-            findings.get(Spec(a.id, TIER, (control,)))
+            findings.get(Spec(a.id, TIER, off(control)))
             or Finding(a.id, TIER, Verdict.NOT_APPLICABLE, f"this host holds {control} as best effort", 0.0)
             for a in attacks
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fumehood.attacks import watch
 from fumehood.attacks.model import Attack
+from fumehood.model import Boundary
 
 _G = "network"
 
@@ -64,7 +65,7 @@ with trying:
     peer.connect(T.mounted + "/service")
     say(peer.recv(4096))
 """,
-        watch.reached("path"), "connect(2) asks for write permission on the inode, not on the mount",
+        watch.reached("path"), "unix(7): connect asks the inode, not the mount; any shared kernel", Boundary.USER_KERNEL,
     ),
     Attack(
         "D5", _G, "a datagram to the host's loopback",
@@ -124,6 +125,27 @@ hold()
 """,
         watch.printed_note(), second=_DIAL.format(where='("127.0.0.1", 20000 + T.key % 10000)'), second_when="beside",
         proves=("net_ns",),
+    ),
+    Attack(
+        "D21d", _G, "an abstract Unix socket for another sandbox to meet",
+        """
+with trying:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("\\0in-" + T.token)
+    server.listen()
+    mark("fh-done")
+    server.settimeout(6)
+    peer, _ = server.accept()
+    peer.sendall(T.note.encode())
+hold()
+""",
+        watch.printed_note(), "CVE-2020-15257", second_when="beside",
+        second="""
+with trying:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect("\\0in-" + T.token)
+    say(peer.recv(4096))
+""",
     ),
     Attack(
         "D26", _G, "the host's connections in /proc/net/tcp",

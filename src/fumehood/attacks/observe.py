@@ -37,6 +37,7 @@ class Run:
     failure: str | None = None  # the exec raised
     seconds: float = 0.0  # of the exec, so far or in all
     done: list[Posture] = field(default_factory=list)  # processes that marked the end of their attempt
+    beside: list[Posture] = field(default_factory=list)  # the same of the second program
     processes_peak: int = 0  # zombies too
     threads_peak: int = 0
     memory_peak_bytes: int = 0
@@ -127,6 +128,11 @@ class Run:
             self.descriptors_peak = max(self.descriptors_peak, len(files))
             held.update({f.identity: f.blocks_bytes for f in files if f.regular})
         self.file_bytes_peak = max(self.file_bytes_peak, sum(held.values()))
+
+    def marked(self, known: set[int]) -> list[Posture]:
+        """Processes of a second sandbox that marked themselves."""
+        pids = [p.pid for p in self.mine().values() if p.comm == DONE and p.alive and p.pid not in known]
+        return [seen for seen in map(procfs.posture, pids) if seen is not None]
 
     def _look_marked(self, processes: dict[int, Proc]) -> None:
         marked = [pid for pid, proc in processes.items() if proc.comm == DONE and proc.alive]

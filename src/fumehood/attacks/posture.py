@@ -43,6 +43,13 @@ ATTACKS = (
              _CONTROL_OF.get(kind, f"{kind}_ns"))
         for letter, kind in zip("abcdefg", NAMESPACES, strict=True)
     ),
+    *(
+        Attack(
+            f"P1{letter}2", _G, f"two sandboxes in one {kind} namespace", "hold()",
+            watch.beside_shares_namespace(kind), _SOURCE, second="hold()", second_when="beside",
+        )
+        for letter, kind in zip("abcdefg", NAMESPACES, strict=True)
+    ),
     _row("P2", "an effective capability", watch.capable("CapEff"), "capabilities", needs=("root",)),
     _row("P2b", "a permitted capability", watch.capable("CapPrm"), "capabilities", needs=("root",)),
     _row("P2c", "a capability in the bounding set", watch.capable("CapBnd"), "capabilities"),
@@ -51,7 +58,7 @@ ATTACKS = (
     _row("P4", "a thread without a system-call filter", watch.status_not("Seccomp", "2", threads=True), "seccomp",
          program="threading.Thread(target=time.sleep, args=(8,), daemon=True).start()\nhold()"),
     _row("P4b", "a filter fewer than the ordinary program has", watch.filters_under(2), "seccomp"),
-    _row("P5", "the user of the supervisor", watch.same_user(), "uid", needs=("root",)),
+    _row("P5", "a user who owns processes outside the sandbox", watch.same_user(), "uid", needs=("root",)),
     _row("P5b", "a root of some namespace", watch.maps_to_root(), "uid", needs=("root",)),
     _row("P6", "the supervisor's session", watch.same_session(), "session", holds=Boundary.LIMITS),
     _row("P6b", "no session of its own", watch.no_own_session(), "session", holds=Boundary.LIMITS),
@@ -65,6 +72,7 @@ ATTACKS = (
     _row("P8", "a descriptor of the supervisor", watch.holds_inherited(), "descriptors", holds=Boundary.LIMITS),
     _row("P8b", "a descriptor besides the three standard ones", watch.extra_descriptor(), "descriptors",
          holds=Boundary.LIMITS),
+    _row("P8c", "a descriptor shared with what prepares sandboxes", watch.shares_descriptor(), "descriptors"),
     _row("P9", "the supervisor's environment", watch.environ_canary(), "environment", holds=Boundary.LIMITS),
     _limit("P10a", "Max core file size", watch.bounded_by("none at all", 0), Boundary.LIMITS),
     _limit("P10b", "Max open files", lambda run: run.policy.limits.open_files, Boundary.LIMITS),

@@ -17,7 +17,7 @@ from pathlib import Path
 from fumehood.attacks import host
 from fumehood.attacks.model import Watch
 from fumehood.attacks.observe import Run, self_namespaces
-from fumehood.attacks.procfs import Posture, descendants, namespaces
+from fumehood.attacks.procfs import Posture, descendants, namespaces, open_files, process
 from fumehood.attacks.procfs import status as process_status
 
 MiB = 1 << 20
@@ -391,6 +391,18 @@ def dials(port_fact: str) -> Watch:
     return Watch(f"the host dialling the program's {port_fact} service", judge, marked=True)
 
 
+def beside_shares_namespace(kind: str) -> Watch:
+    """Two sandboxes that live at once are in one namespace of ``kind``."""
+
+    def judge(run: Run) -> str | None:
+        if not run.done or not run.beside:
+            return None
+        first, second = run.done[0].namespaces[kind], run.beside[0].namespaces[kind]
+        return f"two sandboxes share {first}" if first == second else None
+
+    return Watch(f"/proc/PID/ns/{kind} of two live sandboxes", judge)
+
+
 # --- outcomes
 
 
@@ -437,13 +449,16 @@ def named(comm: str) -> Watch:
 
 
 def shares_namespace(kind: str) -> Watch:
-    """The program is in the supervisor's namespace of ``kind``."""
+    """The program is in a namespace of ``kind`` with the supervisor, or with what prepares sandboxes."""
 
-    def check(_run: Run, seen: Posture) -> str | None:
-        mine = self_namespaces().get(kind)
-        return f"in the host's {kind} namespace, {mine}" if seen.namespaces.get(kind) == mine else None
+    def check(run: Run, seen: Posture) -> str | None:
+        own = seen.namespaces[kind]
+        if own == self_namespaces()[kind]:
+            return f"in the host's {kind} namespace, {own}"
+        outside = next((pid for pid, _ in run.known if namespaces(pid).get(kind) == own), None)
+        return f"in the {kind} namespace of process {outside}, outside the sandbox" if outside else None
 
-    return _on_marked(f"/proc/PID/ns/{kind} against the supervisor's", check)
+    return _on_marked(f"/proc/PID/ns/{kind} against those of all processes outside", check)
 
 
 def left_namespace(kind: str) -> Watch:
@@ -490,11 +505,12 @@ def limit_over(name: str, wanted: Callable[[Run], int]) -> Watch:
 
 
 def same_user() -> Watch:
-    """The process runs as the supervisor's user, who owns the supervisor's files and processes."""
+    """The process runs as a user who owns processes outside: the supervisor, or what prepares sandboxes."""
 
-    def check(_run: Run, seen: Posture) -> str | None:
-        uid = seen.status.get("Uid", "").split()
-        return f"runs as the host's uid {uid[0]}" if uid and uid[0] == str(os.getuid()) else None
+    def check(run: Run, seen: Posture) -> str | None:
+        uid = seen.status["Uid"].split()[0]
+        outside = {str(os.getuid())} | {process_status(pid).get("Uid", "").split("\t")[0] for pid, _ in run.known}
+        return f"runs as the host's uid {uid}, as a process outside does" if uid in outside else None
 
     return _on_marked("Uid in /proc/PID/status as the host counts it", check)
 
@@ -838,15 +854,41 @@ def maps_to_root() -> Watch:
     return _on_marked("Uid and /proc/PID/uid_map", check)
 
 
+def _inside(run: Run, seen: Posture) -> Iterable[int]:
+    """The process and those of the sandbox that started it."""
+    outside = {pid for pid, _ in run.known} | {os.getpid()}
+    pid = seen.pid
+    while pid not in outside and (found := process(pid)) is not None and pid > 1:
+        yield pid
+        pid = found.ppid
+
+
 def no_own_session() -> Watch:
-    """The process's session was made by a process that is not of the sandbox."""
+    """The session of a process of the sandbox was made by a process that is not of the sandbox."""
 
     def check(run: Run, seen: Posture) -> str | None:
-        leader = seen.proc.session
-        known = any(pid == leader for pid, _ in run.known)
-        return f"in the session {leader} of a process outside" if known or leader == os.getsid(0) else None
+        outside = {pid for pid, _ in run.known} | {os.getsid(0)}
+        for pid in _inside(run, seen):
+            found = process(pid)
+            if found is not None and found.session in outside:
+                return f"{found.comm} is in the session {found.session} of a process outside"
+        return None
 
-    return _on_marked("the leader of the session in /proc/PID/stat", check)
+    return _on_marked("the leaders of the sessions of the sandbox's processes", check)
+
+
+def shares_descriptor() -> Watch:
+    """A process of the sandbox holds a descriptor that a process outside, besides the supervisor, holds too."""
+
+    def check(run: Run, seen: Posture) -> str | None:
+        outside = {f.identity: pid for pid, _ in run.known for f in open_files(pid) if not f.link.startswith("/dev/")}
+        for pid in _inside(run, seen):
+            for entry in open_files(pid):
+                if entry.identity in outside:
+                    return f"process {pid} holds {entry.link}, as process {outside[entry.identity]} outside does"
+        return None
+
+    return _on_marked("descriptors of the sandbox's processes against those of processes outside", check)
 
 
 def unbounded_tmpfs() -> Watch:

@@ -240,9 +240,9 @@ class Agent:
         make_undumpable()
         adopt_orphans()
         self.take_signals()
-        prepare()
-        gc.collect()
-        gc.freeze()  # what exists now is never collected, so the pages stay shared with the children
+        if prepare():
+            gc.collect()
+            gc.freeze()  # what exists now is never collected, so the pages stay shared with the children
         try:
             self.interpreter = self.fork_interpreter()
         except OSError:
@@ -1086,14 +1086,16 @@ def _environment(block: bytes) -> dict[bytes, bytes]:
 _main_module: types.ModuleType | None = None
 
 
-def prepare() -> None:
-    """Make this process look like an interpreter that has just started, so that its forks need not. Idempotent.
+def prepare() -> bool:
+    """Make this process look like an interpreter that has just started, so that its forks need not.
+
+    False if that was done before.
 
     Whoever forks agents calls it beforehand: what is done here once is page faults saved in each of them.
     """
     global _main_module  # noqa: PLW0603 - made once, before any fork
     if _main_module is not None:
-        return
+        return False
     restore_site_builtins()
     _main_module = types.ModuleType("__main__")
     _main_module.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -1108,6 +1110,7 @@ def prepare() -> None:
         sys.path.insert(0, "")
     _open_standard_streams()
     os.environ.clear()
+    return True
 
 
 def fresh_interpreter() -> types.ModuleType:

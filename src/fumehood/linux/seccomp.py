@@ -192,16 +192,22 @@ def allow_list(machine: str | None = None) -> bytes:
     return program.finish("allow", "eperm", "enosys", "eopnotsupp", "eafnosupport", "eprotonosupport", "kill")
 
 
-def seal(machine: str | None = None) -> bytes:
+def seal(
+    machine: str | None = None, *, keep: tuple[str, ...] = (), prctl_options: tuple[int, ...] = (PR_GET_NO_NEW_PRIVS,)
+) -> bytes:
     """The short filter that each sandbox loads last, on top of ``allow_list()``: no more of ``SETUP``, no namespaces
     by clone, a few harmless prctl options.
 
-    Machine, result and errors as for ``allow_list()``. The calls that ``allow_list()`` refuses anyway are left to
-    whichever neighbour makes the program shorter.
+    ``keep`` names calls of ``SETUP`` that stay, and ``prctl_options`` are allowed besides ``PRCTL_OPTIONS``: both for a
+    program that seals itself further. Machine, result and errors as for ``allow_list()``. The calls that
+    ``allow_list()`` refuses anyway are left to whichever neighbour makes the program shorter.
     """
     known = syscalls.numbers(machine)
     answers = {known[name]: "allow" for name in _names(ALLOWED) if name in known}
     for name in SETUP.split():
+        if name in keep:
+            answers[known[name]] = "allow"
+            continue
         answers[known[name]] = "eperm" if known[name] < syscalls.FIRST_COMMON else "enosys"
     answers.update((known[name], name) for name in ARGUMENTS[1].split())
 
@@ -213,7 +219,8 @@ def seal(machine: str | None = None) -> bytes:
     program.jump(_JSET, CLONE_REFUSED, "eperm", "allow")
     program.label("prctl")
     program.load(_argument(0))
-    program.jump(_JEQ, PR_GET_NO_NEW_PRIVS, "allow", None)
+    for option in prctl_options:
+        program.jump(_JEQ, option, "allow", None)
     program.member_of_bits(PRCTL_OPTIONS, "allow", "eperm")
     return program.finish("allow", "eperm", "enosys")
 

@@ -33,7 +33,9 @@ def become_agent():  # type: ignore[no-untyped-def]
         if plan["python"] not in (None, report["python"]):
             raise RuntimeError(f"the environment is for Python {plan['python']} and the image has {report['python']}")
         for name, value in plan["rlimits"].items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+            number = getattr(resource, "RLIMIT_" + name)
+            if resource.getrlimit(number) != (value, value):  # gVisor lets nobody set some, and sets them itself
+                resource.setrlimit(number, (value, value))
         report["rlimits"] = {n: resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n in plan["rlimits"]}
         packages = "/opt/env/lib/python%s/site-packages" % report["python"]
         if os.path.isdir(packages):

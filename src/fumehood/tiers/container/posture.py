@@ -12,7 +12,7 @@ from typing import Any
 
 from fumehood.errors import StartError
 from fumehood.linux import process
-from fumehood.model import Boundary, Control, Held, Policy, Receipt
+from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
 from fumehood.tiers.container.spec import SHM, TMP, WORK, Scratch
 
 _NAMESPACES = {"pid_ns": "pid", "net_ns": "net", "ipc_ns": "ipc", "uts_ns": "uts", "mount_ns": "mnt", "cgroup_ns": "cgroup"}
@@ -112,6 +112,35 @@ def engine_view(reading: Reading, inspected: dict[str, Any], policy: Policy, har
     if "cpu" in hard:
         cpus = host["NanoCpus"] / 1e9 or _quota(host)
         reading.take("cpu", 0 < cpus <= limits.cpus + 1e-4, cpus, cgroup)
+    else:
+        reading.take("cpu", True, limits.cpus, "nothing slows it down", Held.OFF)
+
+
+def cgroup_view(
+    reading: Reading,
+    found: dict[str, int | float | None],
+    limits: Limits,
+    hard: tuple[str, ...],
+    *,
+    overhead_bytes: int,
+    overhead_pids: int,
+) -> None:
+    """Limits of a cgroup of our own, as the kernel has them; the overheads are the runtime's, on top of the guest's."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "memory" in hard:
+        value, swap = found.get("memory_bytes"), found.get("swap_bytes", 0)
+        good = value == (limits.memory_bytes + overhead_bytes) // page * page and not swap
+        reading.take("memory", good, value, f"cgroup of ours; {overhead_bytes >> 20} MiB of it for the runtime; no swap")
+    else:
+        reading.take("memory", True, limits.memory_bytes, "RLIMIT_DATA each, and a poller", Held.BEST_EFFORT)
+    if "pids" in hard:
+        good = found.get("pids") == limits.pids + overhead_pids
+        reading.take("pids", good, limits.pids, f"RLIMIT_NPROC inside; cgroup of ours at {limits.pids + overhead_pids}")
+    else:
+        reading.take("pids", True, limits.pids, "RLIMIT_NPROC inside", Held.BEST_EFFORT)
+    if "cpu" in hard:
+        value = found.get("cpus")
+        reading.take("cpu", value is not None and value <= limits.cpus + 1e-4, value, "cgroup of ours")
     else:
         reading.take("cpu", True, limits.cpus, "nothing slows it down", Held.OFF)
 

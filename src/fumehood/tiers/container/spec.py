@@ -83,16 +83,17 @@ class Scratch:
             max((limits.disk_bytes - 2 * side) // _PAGE, 1) * _PAGE, side, max(limits.files - 2 * side_files, 2), side_files
         )
 
-    def mounts(self) -> dict[str, list[str]]:
-        """Folder -> options of its tmpfs.
+    def mounts(self, user: int) -> dict[str, list[str]]:
+        """Folder -> options of its tmpfs, which belongs to ``user``: a mode would be the image's folder's with runc.
 
-        The two bounds are one option: Podman looks at what is before the first "=" and knows no ``nr_inodes``
-        (pkg/util/mountOpts.go), while the kernel reads both. The receipt shows what came of it.
+        The bounds are one option: Podman looks at what is before the first "=" and knows no ``nr_inodes``
+        (pkg/util/mountOpts.go), while the kernel reads all of it. The receipt shows what came of it.
         """
-        common = ["rw", "nosuid", "nodev", "mode=1777"]
-        side = f"size={self.side_bytes},nr_inodes={self.side_files}"
+        owner = f"uid={user},gid={user}"
+        common = ["rw", "nosuid", "nodev", "mode=0755"]
+        side = f"size={self.side_bytes},nr_inodes={self.side_files},{owner}"
         return {
-            WORK: [*common, "exec", f"size={self.work_bytes},nr_inodes={self.work_files}"],
+            WORK: [*common, "exec", f"size={self.work_bytes},nr_inodes={self.work_files},{owner}"],
             TMP: [*common, "exec", side],
             SHM: [*common, "noexec", side],
         }
@@ -157,7 +158,7 @@ def docker_body(wanted: Container) -> dict[str, Any]:
         "MemorySwap": limits.memory_bytes,  # memory and swap together: no swap
         "NanoCpus": int(limits.cpus * 1e9),
         "PidsLimit": limits.pids + 1,  # the agent is one
-        "Tmpfs": {path: ",".join(options) for path, options in Scratch.of(limits).mounts().items()},
+        "Tmpfs": {path: ",".join(options) for path, options in Scratch.of(limits).mounts(wanted.user).items()},
         "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in _ulimits(limits)],
         "LogConfig": {"Type": "none"},
         "MaskedPaths": list(_MASKED),
@@ -230,7 +231,7 @@ def podman_body(wanted: Container) -> dict[str, Any]:
         "mounts": [
             *(
                 {"type": "tmpfs", "source": "tmpfs", "destination": path, "options": options}
-                for path, options in Scratch.of(limits).mounts().items()
+                for path, options in Scratch.of(limits).mounts(wanted.user).items()
             ),
             *(
                 {"type": "bind", "source": source, "destination": target, "options": ["bind", "ro", "rprivate"]}

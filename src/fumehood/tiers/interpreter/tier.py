@@ -93,6 +93,7 @@ def _recipe() -> Recipe:
         boundary=Boundary.INTERPRETER,
         entry="fumehood.tiers.interpreter.worker:serve",
         modules=(
+            "tiers/worker_guest.py",
             "tiers/interpreter/__init__.py",
             "tiers/interpreter/worker.py",
             "tiers/interpreter/unsupported.py",

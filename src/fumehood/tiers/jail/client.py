@@ -56,12 +56,17 @@ class Guest:
     """What serves a sandbox's channel. A tier that runs a language runtime in the jail puts its own worker here.
 
     ``modules`` are files of this package, relative to it, that are copied into the root beside the jail's own;
-    ``binds`` are (host path, path inside) pairs, seen read-only, files or folders.
+    ``binds`` are (host path, path inside) pairs, seen read-only, files or folders. ``filters`` is the module whose
+    ``allow_list()``, ``seal()`` and ``describe()`` make the seccomp filters. ``root``, where it is not the jail's own,
+    is a folder inside that becomes the whole of what a sandbox sees, with the empty folders ``proc``, ``tmp``,
+    ``work``, ``dev/shm`` in it: for a sandbox that executes one foreign program and needs nothing else.
     """
 
     entry: str = "fumehood.guest.agent:serve"  # module:function, called with read_fd, write_fd, workdir
     modules: tuple[str, ...] = ()
     binds: tuple[tuple[str, str], ...] = ()
+    filters: str = "fumehood.linux.seccomp"
+    root: str = "/"
 
 
 AGENT = Guest()
@@ -101,14 +106,26 @@ class Zygote:
         self._control.setblocking(False)
         loop.add_reader(self._control, self._listen)
 
-    def request(self, channel: socket.socket, *, disk_bytes: int, files: int, rlimits: dict[str, int]) -> Request:
-        """Ask for a sandbox whose agent talks through ``channel``. The message is sent at once; await the answer."""
+    def request(
+        self, channel: socket.socket, *, disk_bytes: int, files: int, rlimits: dict[str, int], touch: bool = False
+    ) -> Request:
+        """Ask for a sandbox whose agent talks through ``channel``. The message is sent at once; await the answer.
+
+        ``touch``: the agent goes through a run beforehand, see :func:`fumehood.guest.agent.serve`.
+        """
         if self.lost or self._loop is None:
             raise ZygoteLostError("the zygote is gone", tier="jail")
         ident = self._next
         self._next += 1
         inner_uid = 1 + ident % (IDS_PER_BLOCK - 1) if self._base else 0
-        message = {"id": ident, "disk_bytes": disk_bytes, "files": files, "rlimits": rlimits, "uid": inner_uid}
+        message = {
+            "id": ident,
+            "disk_bytes": disk_bytes,
+            "files": files,
+            "rlimits": rlimits,
+            "uid": inner_uid,
+            "touch": touch,
+        }
         future: asyncio.Future[int] = self._loop.create_future()
         self._spawning[ident] = future
         self._exits[ident] = self._loop.create_future()
@@ -262,10 +279,13 @@ def start(
     ]
     rootfs = asdict(root)
     rootfs["copies"] += copies
+    if guest.root != "/":
+        rootfs["folders"] += [guest.root + path for path in runtime.MOUNT_POINTS]
     env = dict(os.environ) if "environment" in disabled else runtime.program_env()
     if preload:
         env |= _PRELOAD_ENV
     plan = {
+        "supervisor": os.getpid(),
         "root": as_root,
         "uid_base": base,
         "rootfs": rootfs,
@@ -278,6 +298,8 @@ def start(
         "prefix": runtime.ENVIRONMENT_HOME,
         "preload": list(preload),
         "guest": guest.entry,
+        "filters": guest.filters,
+        "root": guest.root,
         "disabled": sorted(disabled),
         "self_test": {**_SELF_TEST, "uid": 1 if as_root else 0},
     }

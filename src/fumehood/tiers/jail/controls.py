@@ -15,7 +15,7 @@ import socket
 
 from fumehood.linux import capabilities, landlock, seccomp
 from fumehood.linux.libc import mount, unshare
-from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, tmpfs
+from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, pivot_to, tmpfs
 from fumehood.linux.namespaces import (
     CLONE_NEWCGROUP,
     CLONE_NEWIPC,
@@ -60,6 +60,8 @@ class Box:
         self.landlock_abi: int = config["landlock_abi"]
         self.seal_filter: bytes = config["seal_filter"]
         self.serve: Callable[[int, int, str], object] = config["serve"]
+        self.root: str = config["root"]
+        self.touch: bool = request.get("touch", False)  # the agent rehearses a run before it is ready
         self.disabled: frozenset[str] = config["disabled"]
         self.work_fd = -1
 
@@ -180,6 +182,10 @@ MECHANISMS = {
 
 def seal(box: Box) -> None:
     """Put this process under every control, in order. Raises OSError at the first that the kernel refuses."""
+    if box.root != "/":
+        # The rest of the zygote's root is let go of, with the Python in it: what serves has imported what it needs.
+        mount(box.root, box.root, None, MS_BIND | MS_REC)
+        pivot_to(box.root)
     for name, _, apply in SEAL:
         if name not in box.disabled:
             try:

@@ -2,7 +2,8 @@
 
 Run as a script; the one argument is the descriptor of the control socket, the only one of the supervisor's that is
 open. The first message on it is the plan. Two processes: P0 stays in the host's mount namespace (it writes id maps,
-waits, and passes on the exit status); P1 is PID 1 of the new PID namespace and becomes the zygote.
+waits, kills P1 if the supervisor dies, and passes on the exit status); P1 is PID 1 of the new PID namespace and becomes
+the zygote.
 
 Whatever fails is sent as ``{"error": step and reason, "errno": n}`` before anything of a sandbox exists.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import stat
@@ -78,7 +80,10 @@ def report(control: socket.socket, error: OSError) -> None:
 
 
 def become_p0(control: socket.socket, plan: dict[str, Any]) -> None:
-    """Make the outer namespaces, fork P1, serve its one request for id maps, wait for its end."""
+    """Make the outer namespaces, fork P1, serve its one request for id maps, wait for its end or the supervisor's."""
+    supervisor = os.pidfd_open(plan["supervisor"])
+    if os.getppid() != plan["supervisor"]:
+        os._exit(1)  # it is gone already
     if not plan["root"]:
         uid, gid = os.geteuid(), os.getegid()
         Step.now = "make a user namespace"
@@ -102,15 +107,27 @@ def become_p0(control: socket.socket, plan: dict[str, Any]) -> None:
     os.close(asks)
     os.close(answers)
     control.close()  # so that the supervisor sees the end of file when P1 is gone
-    if os.read(wants_maps, 1):
-        try:
-            base = plan["uid_base"]
-            write_id_maps(pid, f"0 {base} {IDS}", f"0 {base} {IDS}", deny_setgroups=False)
-            os.write(has_maps, b"y")
-        except OSError as error:
-            os.write(has_maps, str(error).encode())
+    ended = select.poll()
+    for fd in (wants_maps, supervisor, os.pidfd_open(pid)):
+        ended.register(fd, select.POLLIN)
+    ready = [fd for fd, _ in ended.poll()]
+    if ready == [wants_maps]:
+        if os.read(wants_maps, 1):
+            give_maps(pid, plan["uid_base"], has_maps)
+        ended.unregister(wants_maps)
+        ended.poll()
+    os.kill(pid, signal.SIGKILL)  # if it is the supervisor that ended; P1 may be busy importing and not listen
     _, status = os.waitpid(pid, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def give_maps(pid: int, base: int, has_maps: int) -> None:
+    """Map the ids of P1's new user namespace, or tell it why not."""
+    try:
+        write_id_maps(pid, f"0 {base} {IDS}", f"0 {base} {IDS}", deny_setgroups=False)
+        os.write(has_maps, b"y")
+    except OSError as error:
+        os.write(has_maps, str(error).encode())
 
 
 def become_zygote(plan: dict[str, Any], asks: int, answers: int) -> None:

@@ -19,6 +19,9 @@ PYTHON = f"{ENVIRONMENT_HOME}/bin/python3"
 #: Where the modules that run inside are copied to.
 CODE_HOME = "/opt/fumehood"
 
+#: Where each sandbox mounts what is its own.
+MOUNT_POINTS = ("/work", "/tmp", "/proc", "/dev/shm")
+
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 #: Files of /etc that decide how the runtime behaves and hold nothing about the host's people.
@@ -118,7 +121,7 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
     return Root(
         binds=binds,
         links=links,
-        folders=["/work", "/tmp", "/proc", "/dev/shm", packages],
+        folders=[*MOUNT_POINTS, packages],
         files={
             "/etc/passwd": "sandbox:x:1000:1000::/tmp:/bin/sh\n",
             "/etc/group": "sandbox:x:1000:\n",

@@ -27,6 +27,7 @@ from fumehood.tiers.jail.runtime import program_env
 from fumehood.wire import Channel
 
 _NAMES = itertools.count(1)
+_READY_TIMEOUT_S = 30.0
 
 FEATURES = Features(
     boundary=Boundary.KERNEL,
@@ -40,6 +41,7 @@ FEATURES = Features(
 
 #: A sandbox's channel to its guest, what holds it from outside, and what was read back.
 Started = tuple[Channel, PidfdEnclosure, Receipt]
+StartedBare = tuple[socket.socket, PidfdEnclosure, Receipt]
 
 #: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
 Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
@@ -90,18 +92,36 @@ class JailTier:
         channel, enclosure, receipt = await self.start(policy)
         return GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
 
-    async def start(self, policy: Policy) -> Started:
-        """The parts of a sandbox, sealed. They belong to the caller, who makes a sandbox of them at once."""
+    async def create_warm(self, policy: Policy) -> GuestSandbox:
+        """The same for later use: it has gone through a run and waits for a program. See :mod:`fumehood.pool`."""
+        require(self, policy)
+        channel, enclosure, receipt = await self.start(policy, warm=self._guest is AGENT)
+        sandbox = GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
         try:
-            return await self._start(policy)
+            await sandbox.ready(_READY_TIMEOUT_S)
+        except BaseException:
+            await asyncio.shield(sandbox.close())
+            raise
+        return sandbox
+
+    async def start(self, policy: Policy, *, warm: bool = False) -> Started:
+        """The parts of a sandbox, sealed. They belong to the caller, who makes a sandbox of them at once."""
+        end, enclosure, receipt = await self.start_bare(policy, warm=warm)
+        fd = end.detach()
+        return Channel(fd, fd), enclosure, receipt
+
+    async def start_bare(self, policy: Policy, *, warm: bool = False) -> StartedBare:
+        """The same with the guest's socket as it is, for a guest that does not begin with frames."""
+        try:
+            return await self._start(policy, warm)
         except ZygoteLostError:
-            return await self._start(policy)
+            return await self._start(policy, warm)
         except OSError as error:
             if isinstance(error, FumehoodError):
                 raise
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
-    async def _start(self, policy: Policy) -> Started:
+    async def _start(self, policy: Policy, warm: bool) -> StartedBare:
         zygote = await self._zygote(_key(policy))
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
@@ -110,7 +130,7 @@ class JailTier:
         try:
             with theirs:
                 request = zygote.request(
-                    theirs, disk_bytes=policy.limits.disk_bytes, files=policy.limits.files, rlimits=rlimits
+                    theirs, disk_bytes=policy.limits.disk_bytes, files=policy.limits.files, rlimits=rlimits, touch=warm
                 )
             group = self._group(tree, policy.limits)  # while the zygote clones
         except BaseException:
@@ -120,14 +140,16 @@ class JailTier:
         try:
             spawned = await request.answer()
             enclosure = _enclose(zygote, spawned, group)
-            _enter(spawned.pid, group, policy.limits, hard)
+            if warm:  # a thread waits for the kernel's grace period, so that this loop serves others meanwhile
+                await asyncio.to_thread(_enter, spawned.pid, group, policy.limits, hard)
+            else:
+                _enter(spawned.pid, group, policy.limits, hard)
             await handshake(ours, enclosure, tier=self.name)
             receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
             if "memory" not in hard:
                 enclosure.poll_memory(policy.limits.memory_bytes)
             ours.setblocking(False)
-            fd = ours.detach()
-            return Channel(fd, fd), enclosure, receipt
+            return ours, enclosure, receipt
         except BaseException:
             ours.close()
             if enclosure is None:

@@ -3,7 +3,7 @@
 It imports what sandboxes start with, loads the long seccomp filter, proves on a throwaway child that this host lets a
 sandbox seal itself, and then serves its control socket. Messages are JSON datagrams with descriptors beside them:
 
-    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid"} + the agent's end of the channel
+    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "touch"} + the agent's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfd, or {"id", "error"}
                            {"id", "exited": status, "cpu_s": seconds}
@@ -26,14 +26,16 @@ import signal
 import socket
 import sys
 import traceback
+import types
 
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.guest import agent
-from fumehood.linux import capabilities, landlock, seccomp
+from fumehood.linux import capabilities, landlock
 from fumehood.linux.libc import setns, umount, unshare
 from fumehood.linux.mounts import MNT_DETACH, MS_NODEV, MS_NOEXEC, MS_NOSUID, tmpfs
 from fumehood.linux.namespaces import CLONE_NEWNET, clone3, write_id_maps
+from fumehood.linux.seccomp import load as load_filter
 from fumehood.tiers.jail.controls import CHANNEL_FD, UID, WORK, Box, seal
 
 TYPE_CHECKING = False
@@ -165,6 +167,8 @@ def become_sandbox(box: Box, channel: int) -> None:
                 os.write(CHANNEL_FD, FAILED + f"{type(error).__name__}: {error}".encode())
                 return
             answer(box.work_fd)
+            if box.touch:
+                agent.serve(CHANNEL_FD, CHANNEL_FD, WORK, touch=True)
             box.serve(CHANNEL_FD, CHANNEL_FD, WORK)
     finally:
         os._exit(1)
@@ -180,7 +184,7 @@ def answer(work_fd: int) -> None:
     os.close(work_fd)
 
 
-def prepare(config: dict[str, Any]) -> None:
+def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
     """Everything that sandboxes share, done once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path.append(config["site_packages"])
@@ -199,7 +203,7 @@ def prepare(config: dict[str, Any]) -> None:
     if "no_new_privs" not in config["disabled"]:
         capabilities.no_new_privs()
     if "seccomp" not in config["disabled"]:
-        seccomp.load(seccomp.allow_list())
+        load_filter(filters.allow_list())
     module, _, function = config["guest"].partition(":")
     config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
@@ -246,10 +250,11 @@ def main() -> None:
     try:
         config = json.loads(control.recv(_MESSAGE_MAX))
         config["disabled"] = frozenset(config["disabled"])
-        config["seal_filter"] = seccomp.seal()
+        filters = importlib.import_module(config["filters"])
+        config["seal_filter"] = filters.seal()
         config["landlock_abi"] = landlock.abi()
         config["last_capability"] = capabilities.last()
-        prepare(config)
+        prepare(config, filters)
         zygote = Zygote(control, config)
         failed = self_test(zygote)
     except Exception as error:
@@ -261,7 +266,7 @@ def main() -> None:
     if failed:
         control.send(json.dumps({"error": f"seal a sandbox: {failed}", "errno": errno.EPERM}).encode())
         os._exit(1)
-    ready = {"ready": True, "seccomp": seccomp.describe(), "landlock": landlock.covers(config["landlock_abi"])}
+    ready = {"ready": True, "seccomp": filters.describe(), "landlock": landlock.covers(config["landlock_abi"])}
     control.send(json.dumps(ready).encode())
     zygote.serve()
     os._exit(0)

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -60,6 +61,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     channel = int(sys.argv[2])
     plan = json.loads(control.recv(_MESSAGE_MAX))
+    supervisor = os.pidfd_open(plan["supervisor"])
+    if os.getppid() != plan["supervisor"]:
+        os._exit(1)  # it is gone already
     try:
         pid, pidfd = clone3(flags(plan["root"], plan["network"]))
         if pid == 0:
@@ -73,7 +77,11 @@ def main() -> None:
         os._exit(1)
     rights = array.array("i", [pidfd])
     control.sendmsg([b'{"spawned": true}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-    os.close(pidfd)
+    ended = select.poll()
+    for fd in (supervisor, pidfd):
+        ended.register(fd, select.POLLIN)
+    ended.poll()
+    os.kill(pid, signal.SIGKILL)  # if it is the supervisor that ended; P1 may be busy importing and not listen
     _, status, used = os.wait4(pid, 0)
     try:
         control.send(json.dumps({"exited": status, "cpu_s": used.ru_utime + used.ru_stime}).encode())

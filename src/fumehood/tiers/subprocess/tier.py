@@ -83,6 +83,7 @@ class SubprocessTier:
             undo.enter_context(ours)
             undo.enter_context(theirs)
             plan = {
+                "supervisor": os.getpid(),
                 "root": root,
                 "uid": uid,
                 "network": policy.egress == ("*",),

@@ -1,0 +1,52 @@
+"""The OCI bundle of a sandbox: the configuration that a policy becomes. Plain values.
+
+Format: https://github.com/opencontainers/runtime-spec/blob/main/config.md.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fumehood.tiers.container import payload, profile
+from fumehood.tiers.container.spec import ENV, HOSTNAME, SHM, TMP, WORK
+
+#: Folders of the scratch and where they are seen; the work folder first.
+FOLDERS = {"work": WORK, "tmp": TMP, "shm": SHM}
+UID = 1000
+
+
+def config(rootfs: str, scratch: str, binds: list[tuple[str, str]], rlimits: dict[str, int], uid: int) -> dict[str, Any]:
+    """``config.json``: no capability, no network, nothing writable but the scratch."""
+    writable = ["rbind", "rw", "nosuid", "nodev"]
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": uid, "gid": uid},
+            "args": ["python3", "-I", "-c", payload.bootstrap()],
+            "env": [f"{name}={value}" for name, value in ENV.items()],
+            "cwd": WORK,
+            "capabilities": {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")},
+            "rlimits": [{"type": f"RLIMIT_{n}", "soft": value, "hard": value} for n, value in rlimits.items()],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": rootfs, "readonly": True},
+        "hostname": HOSTNAME,
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "nodev", "noexec"]},
+            *(
+                {"destination": target, "type": "bind", "source": f"{scratch}/{name}", "options": writable}
+                for name, target in FOLDERS.items()
+            ),
+            *(
+                {"destination": target, "type": "bind", "source": source, "options": ["rbind", "ro", "nosuid", "nodev"]}
+                for source, target in binds
+            ),
+        ],
+        "linux": {
+            "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+            "seccomp": profile.profile(os.uname().machine),
+        },
+    }
+

@@ -1,0 +1,441 @@
+"""The tier ``gvisor``: one bundle and one runsc per sandbox."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fumehood import environments
+from fumehood.enclosure import PidfdEnclosure, handshake, readable
+from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError
+from fumehood.folders import remove_tree
+from fumehood.images import store
+from fumehood.images.store import Image
+from fumehood.linux import process
+from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
+from fumehood.model import Boundary, Limits, Policy, Receipt
+from fumehood.session import GuestSandbox
+from fumehood.tier import Features, Probe, require
+from fumehood.tiers.container import payload, posture, spec
+from fumehood.tiers.gvisor import bundle, runsc
+from fumehood.tiers.gvisor.runsc import Runsc
+from fumehood.tiers.jail.runtime import base_python
+from fumehood.wire import Channel
+
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+_MESSAGE_MAX = 1 << 16
+_SPAWN_TIMEOUT_S = 30.0
+_READY_TIMEOUT_S = 60.0
+_TRY_TIMEOUT_S = 15.0
+_PREFIX = "fumehood-gvisor-"
+_NAMES = itertools.count(1)
+#: Gofer and Sentry are processes of Go beside the guest's own, which the Sentry makes threads or processes of the
+#: host of: they are held by the guest's limit inside and by this bound outside.
+_RUNSC_TASKS = 256
+#: What the Sentry and gofer take for themselves, in memory that the guest's limit does not mean.
+_RUNSC_BYTES = 96 << 20
+
+FEATURES = Features(
+    boundary=Boundary.USER_KERNEL,
+    summary="gVisor: a kernel in user space answers the program's system calls; no daemon",
+    live=True,
+    files=True,
+    commands=True,
+    environments=True,
+    mounts=True,
+)
+
+
+class GvisorTier:
+    """Tier ``gvisor``. ``image`` is a name given to `fumehood image build NAME --engine bundle`."""
+
+    name = "gvisor"
+    features = FEATURES
+
+    def __init__(self, *, image: str | None = None) -> None:
+        self.image = image or store.DEFAULT_NAME
+        self._hierarchy: Hierarchy | None = None
+        self._opening = asyncio.Lock()
+
+    def probe(self) -> Probe:
+        """Runs a sandbox that does nothing, once for this process and image."""
+        try:
+            return _Host.ask(self.image)
+        except Exception as error:
+            return Probe(False, f"{type(error).__name__}: {error}", "see what `runsc --version` says")
+
+    async def create(self, policy: Policy) -> GuestSandbox:
+        """A new sandbox. Raises UnsupportedError, PolicyError, UnavailableError, StartError; nothing is left then."""
+        require(self, policy)
+        probe = await asyncio.to_thread(self.probe)
+        image = _Host.image(self.image)
+        if not probe.available or image is None:
+            raise UnavailableError(
+                probe.reason or f"the image {self.image!r} is gone", tier=self.name, remedy=probe.remedy or _build(self.image)
+            )
+        tree = await self._tree()
+        return await _create(policy, image, _Host.runsc(), _Host.platform, tree)
+
+    async def _tree(self) -> Hierarchy | None:
+        async with self._opening:
+            found = _found()
+            if self._hierarchy is None and found.version:
+                self._hierarchy = await asyncio.to_thread(found.open)
+            return self._hierarchy
+
+    async def close(self) -> None:
+        """Remove this tier's cgroups, and kill what is left in them. Idempotent."""
+        if self._hierarchy is not None:
+            tree, self._hierarchy = self._hierarchy, None
+            await asyncio.to_thread(tree.close)
+
+
+class GvisorEnclosure(PidfdEnclosure):
+    """A sandbox's processes, the launcher that waits for them, and the bundle."""
+
+    def __init__(
+        self, pid: int, pidfd: int, group: Cgroup | None, child: subprocess.Popen[bytes], control: socket.socket, folder: str
+    ) -> None:
+        super().__init__(pid, pidfd, group, cpu_after_death=self._used)
+        self._child = child
+        self._control = control
+        self._folder = folder
+        self.stderr = -1
+
+    async def _used(self) -> float | None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, EOFError):
+            async with asyncio.timeout(1.0):
+                message, _ = await _message(self._control)
+            return float(message["cpu_s"])
+        return None
+
+    def lost_reason(self) -> str:
+        """What runsc wrote, or that it died."""
+        said = os.pread(self.stderr, 4096, 0).decode("utf-8", "replace").strip() if self.stderr >= 0 else ""
+        return f"runsc said: {said[-400:]}" if said else "runsc ended"
+
+    async def release(self) -> None:
+        """Reap the launcher and remove the bundle as well."""
+        if self._control.fileno() < 0:
+            return
+        await super().release()
+        self._control.close()
+        os.close(self.stderr)
+        self.stderr = -1
+        await asyncio.to_thread(self._clean)
+
+    def _clean(self) -> None:
+        try:
+            self._child.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        remove_tree(self._folder)
+
+
+async def _create(
+    policy: Policy, image: Image, program: Runsc, platform: str, tree: Hierarchy | None
+) -> GuestSandbox:
+    """One sandbox under ``platform``. Raises StartError, PolicyError; nothing is left then."""
+    hard = tree.hard if tree is not None else ()
+    binds, version = _binds(policy, image)
+    limits = policy.limits
+    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    group: Cgroup | None = None
+    enclosure: GvisorEnclosure | None = None
+    ours, theirs = socket.socketpair()
+    stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
+    try:
+        plan = _plan(folder, image, binds, limits, rlimits, program, platform)
+        child, control = _launch(plan, theirs, stderr)
+        try:
+            group = _group(tree, limits)
+            pid, pidfd = await _spawned(control)
+        except BaseException:
+            control.close()
+            child.kill()
+            child.wait()
+            raise
+        enclosure = GvisorEnclosure(pid, pidfd, group, child, control, folder)
+        enclosure.stderr = os.dup(stderr)
+        if group is not None:
+            group.add(pid)
+        await handshake(ours, enclosure, tier="gvisor")
+        await asyncio.get_running_loop().sock_sendall(
+            ours, payload.message(python=version, rlimits=rlimits, preload=policy.preload)
+        )
+        try:
+            report = await payload.report(ours, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
+        except StartError as error:
+            raise StartError(f"{error.message}; {enclosure.lost_reason()}", tier="gvisor") from None
+        receipt = _receipt(policy, image, program, platform, group, hard, rlimits, report)
+        if "memory" not in hard:
+            enclosure.poll_memory(limits.memory_bytes + _RUNSC_BYTES)
+        fd = ours.detach()
+        return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt, env=spec.ENV)
+    except BaseException as error:
+        if enclosure is not None:
+            await asyncio.shield(enclosure.discard())
+        else:
+            if group is not None:
+                group.remove()
+            remove_tree(folder)
+        if isinstance(error, OSError) and not isinstance(error, FumehoodError):
+            raise StartError(f"the sandbox could not be set up: {error}", tier="gvisor") from None
+        raise
+    finally:
+        os.close(stderr)
+        ours.close()
+        theirs.close()
+
+
+def _plan(
+    folder: str,
+    image: Image,
+    binds: list[tuple[str, str]],
+    limits: Limits,
+    rlimits: dict[str, int],
+    program: Runsc,
+    platform: str,
+) -> dict[str, Any]:
+    """Write the bundle, and say what the launcher has to do."""
+    scratch, state = f"{folder}/scratch", f"{folder}/state"
+    os.mkdir(scratch)
+    os.mkdir(state)
+    root = os.geteuid() == 0
+    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, bundle.UID if root else 0)
+    Path(folder, "config.json").write_text(json.dumps(text))
+    ident = f"fumehood-{secrets.token_hex(8)}"
+    return {
+        "root": root,
+        "scratch": scratch,
+        "folders": list(bundle.FOLDERS),
+        "disk_bytes": limits.disk_bytes,
+        "files": limits.files + len(bundle.FOLDERS) + 1,
+        "argv": runsc.command(program, platform, state=state, bundle=folder, ident=ident),
+        "env": {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": folder, "TMPDIR": folder},
+    }
+
+
+def _launch(plan: dict[str, Any], channel: socket.socket, stderr: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            child = subprocess.Popen(
+                [base_python(), "-I", "-S", "-B", _LAUNCHER, *map(str, (theirs.fileno(), channel.fileno(), stderr))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                cwd="/",
+                pass_fds=(theirs.fileno(), channel.fileno(), stderr),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    channel.close()
+    ours.setblocking(False)
+    ours.send(json.dumps(plan).encode())
+    return child, ours
+
+
+async def _spawned(control: socket.socket) -> tuple[int, int]:
+    try:
+        async with asyncio.timeout(_SPAWN_TIMEOUT_S):
+            message, fds = await _message(control)
+        if "error" in message:
+            raise StartError(str(message["error"])[:500], tier="gvisor")
+        (pidfd,) = fds
+        return process.pid_of_pidfd(pidfd), pidfd
+    except (TimeoutError, EOFError, ValueError) as error:
+        raise StartError(f"the launcher did not answer: {error}", tier="gvisor") from None
+
+
+async def _message(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One datagram of the launcher's and the descriptors beside it. Raises EOFError when it is gone."""
+    await readable(control)
+    data, ancillary, _, _ = control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4))
+    fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // 4 * 4])]
+    if not data:
+        raise EOFError("it exited")
+    message = json.loads(data)
+    if not isinstance(message, dict):
+        raise ValueError("malformed message")
+    return message, fds
+
+
+def _group(tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
+    if tree is None:
+        return None
+    try:
+        return tree.create(
+            f"g{next(_NAMES)}",
+            memory_bytes=limits.memory_bytes + _RUNSC_BYTES,
+            pids=limits.pids + _RUNSC_TASKS,
+            cpus=limits.cpus,
+        )
+    except OSError as error:
+        raise StartError(f"cannot make a cgroup: {error}", tier="gvisor") from None
+
+
+def _binds(policy: Policy, image: Image) -> tuple[list[tuple[str, str]], str | None]:
+    """Host folders to show read-only, and the Python that the environment's packages are for. Raises PolicyError."""
+    for mount in policy.mounts:
+        spec.refuse_sockets(mount.source)
+    binds = [(mount.source, mount.target) for mount in policy.mounts]
+    if policy.environment is None:
+        return binds, None
+    found = environments.find(policy.environment)
+    if found.python != image.python:
+        raise PolicyError(
+            f"the environment {found.name!r} is for Python {found.python} and the image {image.name!r} has {image.python}",
+            remedy=f"build the environment for Python {image.python}",
+        )
+    return [*binds, (str(found.site_packages), spec.PACKAGES.format(found.python))], found.python
+
+
+def _receipt(
+    policy: Policy,
+    image: Image,
+    program: Runsc,
+    platform: str,
+    group: Cgroup | None,
+    hard: tuple[str, ...],
+    rlimits: dict[str, int],
+    report: dict[str, Any],
+) -> Receipt:
+    reading = posture.Reading("gvisor")
+    limits = policy.limits
+    found = group.read_back() if group is not None else {}
+    reading.take("runtime", True, f"runsc {program.version}", program.path)
+    reading.take("platform", True, platform, "the first that works here")
+    reading.take("image", True, image.digest, f"image {image.name}, read-only")
+    reading.take("network", True, "none", "runsc --network=none, in an empty network namespace")
+    reading.take("seccomp", True, "our allow-list", "runsc --oci-seccomp: the Sentry filters the guest")
+    reading.take("capabilities", True, "none", "runsc: the guest's sets are empty")
+    reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
+    reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
+    reading.take("files", True, limits.files, "inodes of that tmpfs")
+    posture.cgroup_view(reading, found, limits, hard, overhead_bytes=_RUNSC_BYTES, overhead_pids=_RUNSC_TASKS)
+    posture.common_view(reading, policy, rlimits, report, "cpu" in hard)
+    system = os.uname()
+    released = f", released {program.released}" if program.released else ""
+    host = f"runsc {program.version}{released} on {system.sysname} {system.release} {system.machine}"
+    return reading.receipt(Boundary.USER_KERNEL, host=host, notes=_notes(program))
+
+
+def _notes(program: Runsc) -> tuple[str, ...]:
+    if program.released and program.released < "2025":
+        return (f"this runsc is of {program.released}: gVisor's fixes since then are not in it",)
+    return ()
+
+
+@lru_cache(maxsize=1)
+def _found() -> Found:
+    return find()
+
+
+def _build(name: str) -> str:
+    return f"`fumehood image build {name} --engine bundle`"
+
+
+_REMEDY = (
+    "it needs namespaces, /proc and for ptrace the right to trace; `runsc --platform=ptrace --network=none do true` "
+    "as this user says more"
+)
+
+
+class _Host:
+    """What this process learned about the host, once."""
+
+    lock = threading.Lock()
+    platform = ""
+    _runsc: Runsc | None = None
+    _probes: dict[tuple[str, str], Probe] = {}
+
+    @classmethod
+    def runsc(cls) -> Runsc:
+        assert cls._runsc is not None
+        return cls._runsc
+
+    @classmethod
+    def image(cls, name: str) -> Image | None:
+        return store.find(name)
+
+    @classmethod
+    def ask(cls, name: str) -> Probe:
+        """The probe, found out the first time that it is good; a missing part may be mended any moment."""
+        with cls.lock:
+            image = cls.image(name)
+            cls._runsc = cls._runsc or runsc.find()
+            if cls._runsc is None:
+                return Probe(False, "runsc is not installed", "`apt-get install runsc`, or gvisor.dev/docs/user_guide/install")
+            if image is None:
+                return Probe(False, f"there is no image {name!r} on this host", _build(name))
+            key = (image.digest, cls._runsc.path)
+            if key not in cls._probes:
+                probe = cls._try(image, cls._runsc)
+                if not probe.available:
+                    return probe
+                cls._probes[key] = probe
+            return cls._probes[key]
+
+    @classmethod
+    def _try(cls, image: Image, program: Runsc) -> Probe:
+        if sys.platform != "linux":
+            return Probe(False, "needs Linux", "use a tier of another kind")
+        reasons = []
+        for platform in runsc.platforms():
+            reason = _starts(image, program, platform)
+            if not reason:
+                cls.platform = platform
+                found = _found()
+                details = [
+                    ("runsc", f"{program.version} at {program.path}"),
+                    ("released", program.released or "unknown"),
+                    ("platform", platform),
+                    ("cgroup", f"v{found.version}: {', '.join(found.hard)}" if found.version else found.reason),
+                ]
+                details += [("advice", note) for note in _notes(program)]
+                return Probe(True, hard=(*found.hard, "disk"), details=tuple(details))
+            reasons.append(f"{platform}: {reason}")
+        return Probe(False, f"runsc does not start a sandbox ({'; '.join(reasons)})"[:1000], _REMEDY)
+
+
+def _starts(image: Image, program: Runsc, platform: str) -> str:
+    """Why a sandbox does not start on ``platform``, or ""."""
+    answer: list[str] = []
+
+    async def attempt() -> None:
+        async with asyncio.timeout(_TRY_TIMEOUT_S):
+            sandbox = await _create(Policy(), image, program, platform, None)
+        await sandbox.close()
+
+    def work() -> None:  # this thread may have a running loop
+        try:
+            asyncio.run(attempt())
+        except TimeoutError:
+            answer.append(f"no answer within {_TRY_TIMEOUT_S:g} s")
+        except Exception as error:
+            answer.append(re.sub(r"\s+", " ", str(error)))
+
+    thread = threading.Thread(target=work, name="fumehood-probe")
+    thread.start()
+    thread.join()
+    return answer[0] if answer else ""

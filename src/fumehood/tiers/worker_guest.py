@@ -1,0 +1,247 @@
+"""The inside of a worker: frames from the supervisor, files, and programs for a runtime that a subclass holds.
+
+Runs as the first process of a sandbox, in the jail where there is one (:mod:`fumehood.tiers.worker` is the other end).
+Two threads: the loop, which runs one exec after another, and a reader, which takes frames meanwhile, because an
+interrupt, an answer, a file operation or the end of the stream must not wait for a program.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import queue
+import threading
+from typing import Any, NoReturn
+
+from fumehood.guest import agent
+from fumehood.guest.agent import BODY_MAX, EXIT_LOST, FRAME, HEADER_MAX, VERSION
+
+Header = dict[str, Any]
+
+#: A program's standard input is held whole here, within the worker's own memory.
+STDIN_MAX = 16 << 20
+_PIECE = 256 << 10
+
+
+class Stream:
+    """The frames, over one or two descriptors. One thread receives, any may send."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self._inbox = bytearray()
+        self._lock = threading.Lock()
+        for fd in {read_fd, write_fd}:
+            os.set_blocking(fd, True)
+
+    def _take(self, size: int) -> bytes:
+        while len(self._inbox) < size:
+            data = os.read(self._read_fd, 256 << 10)
+            if not data:
+                raise EOFError
+            self._inbox += data
+        taken = bytes(self._inbox[:size])
+        del self._inbox[:size]
+        return taken
+
+    def receive(self) -> tuple[Header, bytes]:
+        """The next frame. Raises EOFError, OSError, ValueError."""
+        header_bytes, body_bytes = FRAME.unpack(self._take(FRAME.size))
+        if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
+            raise ValueError("a frame that is too large")
+        header = json.loads(self._take(header_bytes))
+        return header, self._take(body_bytes)
+
+    def send(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """One frame, waiting until the supervisor takes it."""
+        head = json.dumps(header, separators=(",", ":")).encode()
+        data = memoryview(b"".join((FRAME.pack(len(head), len(body)), head, body)))
+        with self._lock:
+            while data:
+                data = data[os.write(self._write_fd, data) :]
+
+
+class Output:
+    """What one program prints: passed on up to its budget, counted beyond it."""
+
+    def __init__(self, guest: WorkerGuest, header: Header) -> None:
+        self._guest = guest
+        self._ident = header["id"]
+        self._budget: int = header["output_bytes"]
+        self._stop = header["overflow"] == "stop"
+        self.counts = {"stdout": 0, "stderr": 0}
+        self.overflowed = False
+
+    def text(self, name: str, text: str) -> None:
+        """A piece of output as text, of whatever length."""
+        for start in range(0, len(text), _PIECE):
+            self.data(name, text[start : start + _PIECE].encode("utf-8", "replace"))
+
+    def data(self, name: str, data: bytes) -> None:
+        """A piece of output of stream ``name``, "stdout" or "stderr"."""
+        self.counts[name] += len(data)
+        passed = memoryview(data)[: self._budget]
+        self._budget -= len(passed)
+        operation = "out" if name == "stdout" else "err"
+        for start in range(0, len(passed), _PIECE):
+            self._guest.stream.send({"op": operation, "id": self._ident}, passed[start : start + _PIECE])
+        if len(passed) < len(data) and not self.overflowed:
+            self.overflowed = True
+            if self._stop:
+                self._guest.stop()
+
+
+class WorkerGuest:
+    """The loop. A subclass prepares a runtime, runs programs in it, and stops one from another thread."""
+
+    has_files = False
+
+    def __init__(self, read_fd: int, write_fd: int, workdir: str) -> None:
+        self.stream = Stream(read_fd, write_fd)
+        self.workdir = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.interrupted = False
+        self._running = False
+        self._inbox: queue.Queue[tuple[Header, bytes]] = queue.Queue()
+        self._stdin: queue.Queue[tuple[Header, bytes]] = queue.Queue()
+        self._files = {
+            "write": self._write, "read": self._read, "list": self._list, "remove": self._remove
+        }  # fmt: skip
+
+    # --- for the subclass
+
+    def prepare(self, configuration: Header) -> None:
+        """Start the runtime, so that the first program finds it warm."""
+        raise NotImplementedError
+
+    def program(
+        self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output
+    ) -> Header:
+        """Run a program to its end: fields of ``done``, ``status`` and ``lost`` at least."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """From any thread: end the running program soon."""
+        raise NotImplementedError
+
+    def answer(self, header: Header, body: bytes) -> None:
+        """From the reader: the host's answer to a call. Only a runtime that calls gets one."""
+
+    # --- the loop
+
+    def run(self) -> NoReturn:
+        """Serve until the stream ends, which ends this process."""
+        agent.make_undumpable()
+        configuration, _ = self.stream.receive()
+        self.prepare(configuration)
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.stream.send({"op": "ready", "version": VERSION, "pid": os.getpid()})
+        while True:
+            self._exec(*self._inbox.get())
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                header, body = self.stream.receive()
+                operation = header.get("op")
+                if operation in self._files:
+                    self._serve_file(header, body)
+                elif operation == "answer":
+                    self.answer(header, body)
+                elif operation == "stdin":
+                    self._stdin.put((header, body))
+                elif operation == "interrupt":
+                    if self._running:
+                        self.interrupted = True
+                        self.stop()
+                else:
+                    self._inbox.put((header, body))
+        finally:
+            os._exit(0)  # the host is gone, or broke the format
+
+    def _exec(self, header: Header, body: bytes) -> None:
+        pieces = [body]
+        more = header
+        while more.get("more") is True:
+            more, body = self._inbox.get()
+            pieces.append(body)
+        payload = b"".join(pieces)
+        ident = header["id"]
+        env, source = environment(payload[: header["env_bytes"]]), payload[header["env_bytes"] :]
+        try:
+            stdin = self._whole_stdin(ident) if header["stdin"] else b""
+        except OverflowError as error:
+            self.stream.send({"op": "failed", "id": ident, "error": errno.EFBIG, "message": str(error)})
+            return
+        output = Output(self, header)
+        self.interrupted = False
+        self._running = True
+        try:
+            done = self.program(source, header, env, stdin, output)
+        finally:
+            self._running = False
+        counts = {"out_bytes": output.counts["stdout"], "err_bytes": output.counts["stderr"]}
+        self.stream.send({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
+
+    def _whole_stdin(self, ident: int) -> bytes:
+        data = bytearray()
+        while True:
+            self.stream.send({"op": "stdin", "id": ident})
+            header, body = self._stdin.get()
+            data += body
+            if len(data) > STDIN_MAX:
+                raise OverflowError(f"standard input is longer than the {STDIN_MAX} bytes that this tier takes")
+            if header.get("more") is not True:
+                return bytes(data)
+
+    # --- files, by the agent's own functions, which follow no link
+
+    def _serve_file(self, header: Header, body: bytes) -> None:
+        reply: Header = {"op": "reply", "id": header["id"]}
+        try:
+            if not self.has_files:
+                raise OSError(errno.ENOSYS, "this tier has no files")
+            self._files[header["op"]](header, body, reply)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            message = error.strerror or os.strerror(code)
+            self.stream.send({"op": "reply", "id": header["id"], "error": code, "message": message})
+
+    def _write(self, header: Header, body: bytes, reply: Header) -> None:
+        path, data = agent._split_path(header, body)
+        agent.write_file(self.workdir, path, header["offset"], data)
+        self.stream.send(reply)
+
+    def _read(self, header: Header, body: bytes, reply: Header) -> None:
+        path, _ = agent._split_path(header, body)
+        data, size = agent.read_file(self.workdir, path, header["offset"], min(header["length"], BODY_MAX))
+        self.stream.send({**reply, "size": size}, data)
+
+    def _list(self, header: Header, body: bytes, reply: Header) -> None:
+        listing, truncated = agent.list_files(self.workdir, min(header["count"], agent.LIST_COUNT_MAX))
+        for start in range(0, max(len(listing), 1), BODY_MAX):
+            more = start + BODY_MAX < len(listing)
+            self.stream.send({**reply, "more": more, "truncated": truncated}, listing[start : start + BODY_MAX])
+
+    def _remove(self, header: Header, body: bytes, reply: Header) -> None:
+        path, _ = agent._split_path(header, body)
+        agent.remove(self.workdir, path)
+        self.stream.send(reply)
+
+
+def environment(block: bytes) -> dict[str, str]:
+    """The environment that the policy gives, from NUL-ended NAME=VALUE items."""
+    items = (item.partition(b"=") for item in block.split(b"\0") if item)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in items}
+
+
+def serve(kind: type[WorkerGuest], read_fd: int, write_fd: int, workdir: str) -> NoReturn:
+    """Be a worker of this kind on this stream until it ends, then end the process."""
+    try:
+        kind(read_fd, write_fd, workdir).run()
+    except BaseException as error:
+        try:
+            message = f"{type(error).__name__}: {error}"[:200]
+            Stream(read_fd, write_fd).send({"op": "fatal", "message": message})
+        finally:
+            os._exit(EXIT_LOST)
