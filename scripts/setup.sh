@@ -39,5 +39,6 @@ if [ "$(cat .venv/.fumehood-setup 2>/dev/null || true)" != "$wanted" ]; then
   package=".${extras:+[$extras]}"
   echo "setup: installing fumehood${extras:+[$extras]}"
   .venv/bin/pip install --quiet --disable-pip-version-check --editable "$package"
+  .venv/bin/python -m compileall -q src # sandboxes take these along
   echo "$wanted" >.venv/.fumehood-setup
 fi

@@ -10,14 +10,16 @@ import asyncio
 import atexit
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fumehood import registry
 from fumehood.errors import ClosedError
+from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
+from fumehood.pool import Pool
 from fumehood.tier import FileInfo, Sandbox, Sink, Tier, require
 
 T = TypeVar("T")
@@ -31,12 +33,18 @@ class AsyncRunner:
     """Runs programs in one tier under one policy; for asyncio. Use as an asynchronous context manager.
 
     ``tier`` or ``floor`` chooses the boundary (see :mod:`fumehood.registry`); a ready :class:`~fumehood.tier.Tier` may
-    be given instead of a name. Many runs may be under way at once.
+    be given instead of a name. ``warm`` is how many sandboxes are kept ready beforehand (see :mod:`fumehood.pool`; a
+    pool of other bounds is given as ``tier``). Many runs may be under way at once.
     Raises PolicyError, UnsupportedError or UnavailableError when made: nothing is started then.
     """
 
     def __init__(
-        self, *, tier: str | Tier | None = None, floor: Boundary | str | None = None, policy: Policy | None = None
+        self,
+        *,
+        tier: str | Tier | None = None,
+        floor: Boundary | str | None = None,
+        policy: Policy | None = None,
+        warm: int = 0,
     ) -> None:
         self.policy = policy if policy is not None else Policy()
         if tier is None or isinstance(tier, str):
@@ -44,6 +52,8 @@ class AsyncRunner:
         else:
             self.tier = tier
             require(tier, self.policy, floor=Boundary.parse(floor) if floor is not None else None)
+        if warm:
+            self.tier = Pool(self.tier, size=warm)
         self._closed = False
 
     async def run(
@@ -84,6 +94,26 @@ class AsyncRunner:
             yield sandbox
         finally:
             await sandbox.close()
+
+    def map(
+        self, programs: Iterable[Item] | AsyncIterable[Item], *, concurrency: int | None = None, ordered: bool = True
+    ) -> AsyncIterator[Mapped]:
+        """Run many programs, ``concurrency`` at a time, each in a sandbox of its own; what became of each.
+
+        In the order of the input, or as they finish. ``programs`` is read only as there is room, so it may be endless;
+        a plain iterable must not block. A program that never started is tried again; one that may have run is not, and
+        carries its OutcomeUnknownError. Whoever leaves the loop early closes the iterator (``contextlib.aclosing``).
+        Raises PolicyError; the iterator raises what ends the whole, such as ClosedError and UnavailableError.
+        """
+        return drive(Batch(self._run_job, concurrency=concurrency, ordered=ordered), programs)
+
+    async def _run_job(self, job: Job) -> Result:
+        return await self.run(job.program, files=job.files, stdin=job.stdin)
+
+    async def fill(self) -> None:
+        """Wait until the warm sandboxes are ready; at once if none were asked for. Raises ClosedError."""
+        if isinstance(self.tier, Pool):
+            await self.tier.fill(self.policy)
 
     async def _create(self) -> Sandbox:
         if self._closed:
@@ -187,9 +217,14 @@ class Runner:
     """
 
     def __init__(
-        self, *, tier: str | Tier | None = None, floor: Boundary | str | None = None, policy: Policy | None = None
+        self,
+        *,
+        tier: str | Tier | None = None,
+        floor: Boundary | str | None = None,
+        policy: Policy | None = None,
+        warm: int = 0,
     ) -> None:
-        self._core = AsyncRunner(tier=tier, floor=floor, policy=policy)
+        self._core = AsyncRunner(tier=tier, floor=floor, policy=policy, warm=warm)
         self._portal = _Portal()
 
     @property
@@ -213,6 +248,17 @@ class Runner:
     ) -> Result:
         """One program in a sandbox of its own; see :meth:`AsyncRunner.run`."""
         return self._portal.call(self._core.run(program, files=files, stdin=stdin, out=out, sink=sink))
+
+    def map(
+        self, programs: Iterable[Item], *, concurrency: int | None = None, ordered: bool = True
+    ) -> Iterator[Mapped]:
+        """Many programs at once; see :meth:`AsyncRunner.map`. ``programs`` is read in the caller's thread."""
+        batch = Batch(self._core._run_job, concurrency=concurrency, ordered=ordered)
+        return drive_from_thread(batch, programs, self._portal.call)
+
+    def fill(self) -> None:
+        """Wait until the warm sandboxes are ready; at once if none were asked for."""
+        self._portal.call(self._core.fill())
 
     @contextlib.contextmanager
     def open(self) -> Iterator[LiveSandbox]:

@@ -29,7 +29,7 @@ class Look:
         return cls(
             frozenset(_processes()),
             frozenset(_descriptors()),
-            frozenset(Path("/proc/self/mountinfo").read_text().splitlines()),
+            frozenset(_mounts(folder)),
             frozenset(_cgroups()),
             frozenset(str(p) for p in folder.iterdir()) | frozenset(_shared()),
         )
@@ -70,6 +70,13 @@ def _descriptors() -> list[str]:
         if not target.startswith("/proc/"):
             found.append(f"{name} -> {target}")
     return found
+
+
+def _mounts(folder: Path) -> list[str]:
+    """Mounts of this namespace, but for what container engines and other users of this host mount meanwhile."""
+    foreign = ("/var/", "/run/", "/tmp/", "/mnt/", "/home/")
+    points = [mount.mount_point for mount in process.mounts(os.getpid())]
+    return [p for p in points if p.startswith(str(folder)) or not p.startswith(foreign)]
 
 
 def _cgroups() -> list[str]:

@@ -74,6 +74,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
         pytest.skip("this user or host has no control groups; the other parameter is this host's only mode")
     with Runner(tier=tier, policy=Policy(limits=LIMITS)) as runner, runner.open() as other, runner.open() as sandbox:
         other.exec("pass")
+        sandbox.exec("pass")
         before = set(posture.children(os.getpid()))
         result = sandbox.exec(PROGRAM)
         assert result.stdout == "on\n", result.stderr

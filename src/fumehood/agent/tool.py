@@ -85,7 +85,8 @@ class Toolbox:
 
     ``live`` shares one sandbox among the calls (default: if the tier can). ``files`` are put into each new sandbox's
     work folder. What programs leave there is saved below ``out``, if given, when a sandbox ends.
-    ``tools`` narrows what is offered to these names. Calls are taken one after the other.
+    ``tools`` narrows what is offered to these names. ``on_artifacts`` is called, in a thread, with what a sandbox of a
+    single call left, while the files are there. Calls are taken one after the other.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Toolbox:
         out: Path | None = None,
         tools: Collection[str] | None = None,
         stream_chars_max: int = STREAM_CHARS_MAX,
+        on_artifacts: Callable[[Sequence[Artifact]], None] | None = None,
     ) -> None:
         features = runner.tier.features
         self._runner = runner
@@ -104,11 +106,13 @@ class Toolbox:
         self._files = dict(files or {})
         self._out = out
         self._chars_max = stream_chars_max
+        self._on_artifacts = on_artifacts
         self._lock = asyncio.Lock()
         self._stack: contextlib.AsyncExitStack | None = None
         self._sandbox: Sandbox | None = None
         self._seen: set[str] = set()  # digests of images that the model has
         self._closed = False
+        self._lost = False  # a run's failure or cancellation cost the sandbox, and the model was not told yet
         self.artifacts: list[Artifact] = []  # saved or skipped so far
         handlers: dict[str, Callable[..., Awaitable[Reply]]] = {"run_python": self._run_python}
         if features.commands:
@@ -129,8 +133,18 @@ class Toolbox:
     async def call(self, name: str, arguments: str | Mapping[str, Any], *, sink: Sink | None = None) -> Reply:
         """Do what a model asked for; ``arguments`` is the JSON it sent, as text or parsed. Raises only CancelledError.
 
-        ``sink`` is given the output of a program as it comes.
+        ``sink`` is given the output of a program as it comes. A cancellation ends the run and, with it, a live
+        sandbox; :meth:`close` waits until that is done.
         """
+        # In a task of its own: a framework with level-triggered cancellation (anyio) would cancel the clean-up too.
+        task = asyncio.ensure_future(self._call(name, arguments, sink))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _call(self, name: str, arguments: str | Mapping[str, Any], sink: Sink | None) -> Reply:
         try:
             spec = next((s for s in self.specs if s.name == name), None)
             if spec is None:
@@ -176,6 +190,8 @@ class Toolbox:
             result = await self._runner.run(program, files=self._files, out=out, sink=sink)
             self.artifacts += result.artifacts if self._out is not None else ()
             images, notes = await asyncio.to_thread(_saved_images, result.artifacts)
+            if self._on_artifacts is not None:
+                await asyncio.to_thread(self._on_artifacts, result.artifacts)
         names = [a.path for a in result.artifacts if a.saved is not None]
         if names:
             notes.insert(0, quote([("files", "\n".join(names[:LISTED_MAX]))], what="the names of files it left"))
@@ -190,11 +206,15 @@ class Toolbox:
         except QuotaError:
             raise  # nothing started, so nothing is lost
         except BaseException:
+            self._lost = True
             await self._end()
             raise
         if result.outcome is Outcome.DENIED:
             return result, [], []
         notes = []
+        if self._lost:
+            self._lost = False
+            notes.append("This is a new sandbox: variables and files of calls before the one that failed are gone.")
         if result.outcome in _FATAL and not await _answers(sandbox):
             await self._end()
             notes.append("The sandbox ended with it: variables and files of earlier calls are gone.")

@@ -42,8 +42,6 @@ def _uid(_run: Run, seen: Posture, claim: Control) -> str | None:
 
 def _cgroup(controller: str) -> Check:
     def check(_run: Run, seen: Posture, claim: Control) -> str | None:
-        if claim.held is not Held.HARD:
-            return None
         value = host.cgroup_limit(seen.cgroup, controller)
         if value in (None, "max"):
             return f"the {controller} cgroup has no limit"
@@ -117,7 +115,7 @@ def false_claim() -> Watch:
             return None
         for claim in run.receipt.controls:
             check = CHECKS.get(claim.name)
-            if check is None or claim.held is Held.OFF:
+            if check is None or claim.held is not Held.HARD:
                 continue
             for seen in run.done:
                 if wrong := check(run, seen, claim):

@@ -139,7 +139,7 @@ hold()
         watch.printed_note(), second_when="beside",
         second="""
 base = os.path.dirname(os.getcwd())
-for folder in ("/tmp", "/dev/shm", "/var/tmp", "/work", base):
+for folder in {"/tmp", "/dev/shm", "/var/tmp", "/work", base} - {"/"}:
     for path in glob.glob(folder + "/**/note-" + T.token, recursive=True):
         leak(path)
 for pid in others():

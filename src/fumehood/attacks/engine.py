@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from fumehood.attacks import host, procfs
 from fumehood.attacks.control import ControlTier
@@ -44,20 +46,38 @@ def make_control(attack: Attack, stage: Stage) -> Tier:
     return ControlTier(home=stage.home, throwaway=attack.throwaway)
 
 
-async def face(attack: Attack, make: MakeTier, base: Policy, *, terminal: bool = False) -> Finding:
+async def face(attack: Attack, make: MakeTier, base: Policy, *, own_session: bool = False) -> Finding:
     """Carry out ``attack`` on the tier that ``make`` gives, under ``base`` with the attack's own limits.
 
-    Never raises for what a tier does: a set-up that fails is an inconclusive finding.
+    ``own_session`` says that this process leads a session without a terminal, so that it may be given one. Never raises for what a tier does: a set-up that fails is an inconclusive finding.
     """
     began = time.monotonic()
     if reason := unmet(attack.needs):
         return Finding(attack.id, "", Verdict.NOT_APPLICABLE, reason, 0.0)
-    stage = Stage(terminal=terminal)
+    stage = Stage(terminal=attack.terminal and own_session)
     try:
-        return await _face(attack, make(attack, stage), base, stage, began)
+        if attack.terminal and stage.terminal is None:
+            return Finding(attack.id, "", Verdict.NOT_APPLICABLE, "needs a terminal for the supervisor alone", 0.0)
+        with _temporary_folder(stage.work):
+            return await _face(attack, make(attack, stage), base, stage, began)
     finally:
         _clean(stage)
         stage.close()
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: Path) -> Iterator[None]:
+    """What tiers make for themselves on the host is seen there, and gone with the stage."""
+    before, named = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = named
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: float) -> Finding:
@@ -99,10 +119,11 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
             await _ordinary(tier, policy)
         except (FumehoodError, OSError) as error:
             return end(Verdict.BROKEN, f"the next ordinary run failed: {type(error).__name__}: {error}")
-        left = await before.left()
+        left = await before.left() if verdict is Verdict.HELD else []
     finally:
         await tier.close()
-    left += await nothing.left()
+    if verdict is Verdict.HELD:  # what an attack that succeeded leaves is its success
+        left += await nothing.left()
     return end(verdict, seen, tuple(dict.fromkeys(left)))
 
 
@@ -187,15 +208,14 @@ async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
 
 
 @contextlib.contextmanager
-def _refused(run: Run):  # type: ignore[no-untyped-def]
+def _refused(run: Run) -> Iterator[None]:
     try:
         yield
     except (PolicyError, FileError, OSError, ValueError) as error:
         run.refusals.append(f"{type(error).__name__}: {error}")
 
 
-async def _files(run: Run, sandbox: Sandbox, files: object) -> None:
-    assert hasattr(files, "items")
+async def _files(run: Run, sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
     for path, data in files.items():
         with _refused(run):
             await sandbox.write_file(path.replace("OPEN", str(run.stage.open)), data)

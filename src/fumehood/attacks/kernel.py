@@ -213,7 +213,7 @@ with trying:
         fcntl.ioctl(terminal, 0x5412, letter.encode())
 hold()
 """,
-        watch.typed(), "CVE-2017-5226", Boundary.LIMITS, needs=("tiocsti",), features=(),
+        watch.typed(), "CVE-2017-5226", Boundary.LIMITS, needs=("tiocsti",), terminal=True,
     ),
     Attack(
         "C12", _G, "the limits of another process of the host changed",

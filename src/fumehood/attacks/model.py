@@ -66,6 +66,7 @@ class Attack:
     second_when: str = "after"
     throwaway: bool = False  # success would change the host: the control runs in mount and UTS namespaces of its own
     alone: bool = False  # measures what a neighbour would disturb
+    terminal: bool = False  # needs a controlling terminal of the supervisor
     orphan: bool = False  # the supervisor itself is killed in mid-run
 
     def must_hold(self, boundary: Boundary) -> bool:
@@ -107,7 +108,7 @@ class Finding:
         """Whether the suite's exit code must not be zero because of this."""
         allowed = not self.required or self.best_effort
         if self.verdict is Verdict.BROKEN and allowed:
-            return False  # and what it leaves is its success
+            return False
         return self.verdict in (Verdict.BROKEN, Verdict.INCONCLUSIVE) or bool(self.residue)
 
     def to_dict(self) -> dict[str, Any]:

@@ -65,7 +65,8 @@ with trying:
     peer.connect(T.mounted + "/service")
     say(peer.recv(4096))
 """,
-        watch.reached("path"), "unix(7): connect asks the inode, not the mount; any shared kernel", Boundary.USER_KERNEL,
+        watch.reached("path"), "unix(7): connect asks the inode, not the mount, of any shared kernel",
+        Boundary.USER_KERNEL,
     ),
     Attack(
         "D5", _G, "a datagram to the host's loopback",

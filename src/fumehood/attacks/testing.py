@@ -16,7 +16,6 @@ supervisor here: it is given a canary in its environment, and adopts orphans whi
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -61,15 +60,10 @@ def fumehood_supervisor() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if not a.orphan], ids=lambda a: a.id)
-def test_held(
-    attack: Attack, fumehood_tier: Tier | str, fumehood_policy: Policy, fumehood_supervisor: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_held(attack: Attack, fumehood_tier: Tier | str, fumehood_policy: Policy, fumehood_supervisor: None) -> None:
     """The tier holds ``attack``, and nothing is left of it."""
 
-    def make(_attack: Attack, stage: Stage) -> Tier:
-        monkeypatch.setenv("TMPDIR", str(stage.work))
-        monkeypatch.setattr(tempfile, "tempdir", str(stage.work))
+    def make(_attack: Attack, _stage: Stage) -> Tier:
         return registry.make(fumehood_tier) if isinstance(fumehood_tier, str) else fumehood_tier
 
     finding = asyncio.run(face(attack, make, fumehood_policy))

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -66,11 +65,9 @@ def carry_out(spec: Spec) -> Finding:
         _only_run(attack, spec)
 
     def make(attack: Attack, stage: Stage) -> Tier:
-        # What tiers make for themselves on the host is then seen, and gone with the stage.
-        os.environ["TMPDIR"] = tempfile.tempdir = str(stage.work)
         return make_tier(spec, attack, stage)
 
-    finding = asyncio.run(face(attack, make, Policy(), terminal=attack.group == "kernel"))
+    finding = asyncio.run(face(attack, make, Policy(), own_session=True))
     return replace(finding, tier=spec.tier)
 
 

@@ -27,6 +27,8 @@ COMMANDS = {
     "tiers": ("fumehood.cli.tiers", "which tiers this host has, at which boundary, and why not the others"),
     "doctor": ("fumehood.cli.doctor", "what this host has to build boundaries with, and what to do about the rest"),
     "env": ("fumehood.cli.env", "build, list and remove environments of packages"),
+    "image": ("fumehood.cli.image", "build, pull, list and remove the images of containers and gVisor"),
+    "prune": ("fumehood.cli.prune", "remove what supervisors that were killed left behind"),
     "agent": ("fumehood.cli.agent", "let a model work on a task with a sandbox for its code"),
     "approve": ("fumehood.cli.approve", "answer the questions that wait for approval"),
     "audit": ("fumehood.cli.audit", "check the audit log, and read it"),

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
             Path(path).write_text(text(found))
     if args.docs is not None:
         (args.docs / "verify.json").write_text(json.dumps(report.small_dict(found), indent=1) + "\n")
-        (args.docs / "attacks.md").write_text(_catalogue_page())
+        (args.docs / "attacks.md").write_text(catalogue_page())
     return NOT_PROVEN if found.failed() else 0
 
 
@@ -123,8 +123,45 @@ def _clear() -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _catalogue_page() -> str:
-    return (
-        "# The attacks\n\nWritten by `fumehood verify --docs docs`. `fumehood verify --show ID` prints one with its "
-        "program.\n\n" + report.markdown_catalogue(ATTACKS) + "\n"
-    )
+def catalogue_page() -> str:
+    """docs/attacks.md."""
+    return _PAGE + report.markdown_catalogue(ATTACKS) + "\n"
+
+
+_PAGE = """\
+# The attacks
+
+Written by `fumehood verify --docs docs`; `fumehood verify --show ID` prints one with its program.
+
+An attack is a short program and a witness on the host: a canary that only the host knows, the log of a service, a scan
+of /proc, a file's hash. It counts only if it succeeds on the control, the same program with nothing around it. "Must be
+held from" is the weakest boundary that is required to hold it; what a weaker one does with it is reported as it is.
+
+## On your own machine
+
+    fumehood verify                           # the control, then every tier that this host has
+    fumehood verify --tier jail --group network --html report.html
+    fumehood verify --attack B16              # one alone
+    fumehood verify --mutate                  # each control of the jail switched off: an attack must succeed then
+
+The exit code is 0 if every boundary held what it must, 1 if not, or if anything is inconclusive.
+
+## In your own tests
+
+`pytest --pyargs fumehood.attacks` attacks the default jail. To attack your own tier and policy, put this into a test
+file:
+
+```python
+from fumehood.attacks.testing import *      # the tests and their fixtures
+from fumehood import Limits, Policy, Runner
+
+@pytest.fixture(scope="session")
+def fumehood_runner():                      # or fumehood_tier, fumehood_policy
+    return Runner(tier="jail", policy=Policy(limits=Limits(pids=16)))
+```
+
+An attack's own limits apply where they are stricter than the policy's, and never loosen it.
+
+## Catalogue
+
+"""

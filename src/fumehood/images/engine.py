@@ -167,7 +167,7 @@ def socket_paths(word: Word) -> tuple[list[str], str]:
 
 
 def answers(path: str) -> str:
-    """"" if something listens on the Unix socket ``path``, else why not."""
+    """ "" if something listens on the Unix socket ``path``, else why not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_TIMEOUT_S)
         try:
@@ -189,9 +189,7 @@ def _request(
 ) -> bytes:
     target = f"{path}?{urlencode(query)}" if query else path
     content = f"Content-Type: {kind}\r\n" if kind else ""
-    return (
-        f"{method} {target} HTTP/{version}\r\nHost: engine\r\n{content}Content-Length: {size}\r\n{more}\r\n".encode()
-    )
+    return f"{method} {target} HTTP/{version}\r\nHost: engine\r\n{content}Content-Length: {size}\r\n{more}\r\n".encode()
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tarfile
 import tempfile
@@ -105,7 +106,7 @@ async def delete(word: Word, name: str) -> bool:
 async def list_built(word: Word) -> tuple[tuple[str, str, int], ...]:
     """The built images in the engine: reference, digest, size in bytes. Raises as :func:`put`."""
     async with _reached(word) as engine:
-        found = await engine.call("GET", "/images/json", query={"filters": '{"label":["%s"]}' % LABEL})
+        found = await engine.call("GET", "/images/json", query={"filters": json.dumps({"label": [LABEL]})})
     return tuple(
         (reference, str(item.get("Labels", {}).get(LABEL, "")), int(item.get("Size", 0)))
         for item in found

@@ -206,9 +206,7 @@ def _digest(archives: list[Path], environment: str | None) -> str:
 
 
 def _size(root: Path) -> int:
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(root) for name in names
-    )
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(root) for name in names)
 
 
 def _point(folder: Path, name: str, digest: str) -> None:

@@ -50,7 +50,9 @@ def details(engine: Engine, components: dict[str, str]) -> list[tuple[str, str]]
     out.append(("socket", who))
     ports = _open_ports()
     if ports:
-        out.append(("TCP", f"something listens on port {', '.join(map(str, ports))}, an engine's: root for all who reach it"))
+        out.append(
+            ("TCP", f"something listens on port {', '.join(map(str, ports))}, an engine's: root for all who reach it")
+        )
     return out
 
 

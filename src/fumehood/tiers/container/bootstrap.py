@@ -1,8 +1,8 @@
 """Runs inside a container as ``python3 -I -c <this text>``: takes the agent from standard input and becomes it.
 
 From the host come three lengths (4 bytes each, big-endian) and then a plan (JSON), the agent compiled by the host's
-Python, and its source, for a Python that cannot read the former. Back goes one report: a length and JSON. Then the
-agent serves on the same two descriptors. Standard library only; imports as little as it can, for it costs each start.
+Python, and its source, for a Python that cannot read the former. Back go one byte when all of it is there, and a
+report: a length and JSON. Then the agent serves on the same two descriptors. Standard library only; imports as little as it can, for it costs each start.
 """
 
 import json
@@ -14,7 +14,8 @@ import sys
 import types
 
 
-def take(size):  # type: ignore[no-untyped-def]
+def take(size: int) -> bytes:
+    """Exactly ``size`` bytes of standard input."""
     data = b""
     while len(data) < size:
         piece = os.read(0, size - len(data))
@@ -24,11 +25,13 @@ def take(size):  # type: ignore[no-untyped-def]
     return data
 
 
-def become_agent():  # type: ignore[no-untyped-def]
+def become_agent() -> None:
+    """Take what the host sends, report, and serve. Never returns."""
     plan_bytes, code_bytes, source_bytes = struct.unpack(">III", take(12))
     plan = json.loads(take(plan_bytes))
     code, source = take(code_bytes), take(source_bytes)
-    report = {"python": "%d.%d" % sys.version_info[:2]}
+    os.write(1, b"R")  # received: what comes next may take as long as the preloaded modules take
+    report: dict[str, object] = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
     try:
         if plan["python"] not in (None, report["python"]):
             raise RuntimeError(f"the environment is for Python {plan['python']} and the image has {report['python']}")
@@ -37,7 +40,7 @@ def become_agent():  # type: ignore[no-untyped-def]
             if resource.getrlimit(number) != (value, value):  # gVisor lets nobody set some, and sets them itself
                 resource.setrlimit(number, (value, value))
         report["rlimits"] = {n: resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n in plan["rlimits"]}
-        packages = "/opt/env/lib/python%s/site-packages" % report["python"]
+        packages = f"/opt/env/lib/python{report['python']}/site-packages"
         if os.path.isdir(packages):
             sys.path.append(packages)
         for name in plan["preload"]:

@@ -51,7 +51,7 @@ async def prune(engine: Engine) -> list[str]:
 
 
 async def remove(engine: Engine, ident: str) -> None:
-    """Kill and remove a container with its anonymous volumes; fine if it is gone. Raises EngineError, EngineGoneError."""
+    """Kill and remove a container with its volumes; fine if it is gone. Raises EngineError, EngineGoneError."""
     try:
         await engine.call("DELETE", f"/containers/{ident}", query={"force": "true", "v": "true"})
     except EngineError as error:

@@ -18,6 +18,9 @@ from fumehood.errors import StartError
 _LENGTHS = struct.Struct(">III")
 _LENGTH = struct.Struct(">I")
 _REPORT_MAX = 1 << 16
+_RECEIVED = b"R"
+#: How long a started container may take to run its Python and take what was sent: gVisor on a busy host, amply.
+_LISTEN_TIMEOUT_S = 15.0
 
 _PACKAGE = Path(fumehood.__file__).parent
 
@@ -48,7 +51,18 @@ def message(*, python: str | None, rlimits: dict[str, int], preload: tuple[str, 
 
 
 async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[str, Any]:
-    """The bootstrap's report. Raises StartError: none came, it is malformed, or it names what went wrong inside."""
+    """The bootstrap's report. Raises StartError: none came, it is malformed, or it names what went wrong inside.
+
+    SilentError if nothing came at all.
+    """
+    try:
+        async with asyncio.timeout(_LISTEN_TIMEOUT_S):
+            if await _exactly(stream, 1) != _RECEIVED:
+                raise ValueError("it spoke out of turn")
+    except TimeoutError:
+        raise SilentError(f"no Python answered inside within {_LISTEN_TIMEOUT_S:g} s", tier=tier) from None
+    except (OSError, ValueError) as error:
+        raise StartError(f"what answered inside is not our agent: {error}"[:500], tier=tier) from None
     try:
         async with asyncio.timeout(timeout_s):
             (length,) = _LENGTH.unpack(await _exactly(stream, _LENGTH.size))
@@ -58,7 +72,7 @@ async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[
         if not isinstance(answer, dict):
             raise ValueError("not an object")
     except TimeoutError:
-        raise StartError(f"no Python answered inside within {timeout_s:g} s", tier=tier) from None
+        raise StartError(f"the sandbox was not prepared within {timeout_s:g} s", tier=tier) from None
     except (OSError, ValueError) as error:
         raise StartError(f"what answered inside is not our agent: {error}"[:500], tier=tier) from None
     if "error" in answer:
@@ -75,6 +89,10 @@ async def _exactly(stream: socket.socket, size: int) -> bytes:
             raise StreamEndedError("the stream ended")
         data += piece
     return data
+
+
+class SilentError(StartError):
+    """The container runs and said nothing, in time or at all."""
 
 
 class StreamEndedError(OSError):

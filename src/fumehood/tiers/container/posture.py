@@ -15,7 +15,14 @@ from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
 from fumehood.tiers.container.spec import SHM, TMP, WORK, Scratch
 
-_NAMESPACES = {"pid_ns": "pid", "net_ns": "net", "ipc_ns": "ipc", "uts_ns": "uts", "mount_ns": "mnt", "cgroup_ns": "cgroup"}
+_NAMESPACES = {
+    "pid_ns": "pid",
+    "net_ns": "net",
+    "ipc_ns": "ipc",
+    "uts_ns": "uts",
+    "mount_ns": "mnt",
+    "cgroup_ns": "cgroup",
+}
 _SCRATCH = (WORK, TMP, SHM)
 #: Mounts that a runtime makes writable and the sandbox's user cannot write to, or whose use its rlimits forbid.
 _RUNTIME_MOUNTS = ("/proc", "/dev", "/dev/pts", "/dev/mqueue", "/dev/console")
@@ -52,7 +59,7 @@ def kernel_view(reading: Reading, pid: int, *, own_kernel: bool) -> None:
         reading.take(name, theirs[kind] != own[kind], theirs[kind], "a namespace of its own")
     uid = status["Uid"][0]
     reading.take("uid", uid != 0 and status["Uid"] == (uid,) * 4, uid, "setresuid(2) by the runtime")
-    sets = [status[key] for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]  # type: ignore[literal-required]
+    sets = [status[key] for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
     reading.take("capabilities", not any(sets), "none" if not any(sets) else f"{max(sets):x}", "all dropped")
     reading.take("no_new_privs", status["NoNewPrivs"] == 1, status["NoNewPrivs"], "PR_SET_NO_NEW_PRIVS")
     reading.take("seccomp", status["Seccomp"] == 2, f"mode {status['Seccomp']}", "our allow-list, by the runtime")
@@ -130,7 +137,9 @@ def cgroup_view(
     if "memory" in hard:
         value, swap = found.get("memory_bytes"), found.get("swap_bytes", 0)
         good = value == (limits.memory_bytes + overhead_bytes) // page * page and not swap
-        reading.take("memory", good, value, f"cgroup of ours; {overhead_bytes >> 20} MiB of it for the runtime; no swap")
+        reading.take(
+            "memory", good, value, f"cgroup of ours; {overhead_bytes >> 20} MiB of it for the runtime; no swap"
+        )
     else:
         reading.take("memory", True, limits.memory_bytes, "RLIMIT_DATA each, and a poller", Held.BEST_EFFORT)
     if "pids" in hard:
@@ -145,7 +154,9 @@ def cgroup_view(
         reading.take("cpu", True, limits.cpus, "nothing slows it down", Held.OFF)
 
 
-def common_view(reading: Reading, policy: Policy, rlimits: dict[str, int], report: dict[str, Any], counted: bool) -> None:
+def common_view(
+    reading: Reading, policy: Policy, rlimits: dict[str, int], report: dict[str, Any], counted: bool
+) -> None:
     """What the supervisor itself holds, and what the bootstrap read back of its own rlimits before any program ran."""
     asked = {name: [value, value] for name, value in rlimits.items()}
     text = " ".join(f"{name}={value}" for name, value in rlimits.items())

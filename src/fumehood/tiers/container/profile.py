@@ -57,9 +57,7 @@ def rules(machine: str) -> list[dict[str, Any]]:
     out.append(_allow(["mmap"], (3, _MAP_HUGETLB, 0)))
     for first, last in seccomp.IOCTLS:
         out += [_allow(["ioctl"], (1, _INT, value)) for value in range(first, last + 1)]
-    for family, kind, protocol in itertools.product(
-        seccomp.SOCKET_FAMILIES.values(), _SOCK_TYPES, _SOCK_PROTOCOLS
-    ):
+    for family, kind, protocol in itertools.product(seccomp.SOCKET_FAMILIES.values(), _SOCK_TYPES, _SOCK_PROTOCOLS):
         conditions = (0, _INT, family), (1, _SOCK_TYPE_MASK, kind), (2, _INT, protocol)
         out.append(_allow(["socket", "socketpair"], *conditions))
     for level in _SOCKET_LEVELS:

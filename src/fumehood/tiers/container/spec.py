@@ -80,7 +80,10 @@ class Scratch:
         side = max(limits.disk_bytes // SIDE_SHARE // _PAGE, 1) * _PAGE
         side_files = max(limits.files // SIDE_SHARE, 2)
         return cls(
-            max((limits.disk_bytes - 2 * side) // _PAGE, 1) * _PAGE, side, max(limits.files - 2 * side_files, 2), side_files
+            max((limits.disk_bytes - 2 * side) // _PAGE, 1) * _PAGE,
+            side,
+            max(limits.files - 2 * side_files, 2),
+            side_files,
         )
 
     def mounts(self, user: int) -> dict[str, list[str]]:
@@ -267,7 +270,7 @@ def refuse_sockets(source: str) -> None:
     """Raises PolicyError if a mount of ``source`` would show the socket of a container engine: that is the host."""
     real = os.path.realpath(source)
     known = {os.path.realpath(path) for path in _SOCKETS}
-    known |= {os.path.realpath(path) for word in ("docker", "podman") for path in socket_paths(word)[0]}  # type: ignore[arg-type]
+    known |= {os.path.realpath(path) for path in (*socket_paths("docker")[0], *socket_paths("podman")[0])}
     for path in known:
         if path == real or path.startswith(real.rstrip("/") + "/"):
             raise PolicyError(

@@ -15,10 +15,10 @@ from typing import Any
 
 from fumehood import environments
 from fumehood.errors import FumehoodError, StartError, UnavailableError
-from fumehood.images import engines
+from fumehood.images import engines, store
 from fumehood.images.engine import Engine, EngineError, EngineGoneError, Word
 from fumehood.images.service import Service, reach
-from fumehood.model import Policy, Receipt
+from fumehood.model import Boundary, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import advice, owners, payload, posture, spec
@@ -75,7 +75,12 @@ class ContainerTier:
         require(self, policy)
         try:
             engine, host = await self._ready()
-            return await self._create(policy, engine, host)
+            try:
+                return await self._create(policy, engine, host)
+            except payload.SilentError:
+                # Seen once in some hundred starts of Docker 20.10 on a busy host: the end of what was sent to the
+                # container's stdin does not arrive. Nothing ran, so another container is tried, once.
+                return await self._create(policy, engine, host)
         except EngineGoneError as error:
             await self._forget()
             raise UnavailableError(str(error), tier=self.name, remedy="start the engine, then try again") from None
@@ -119,19 +124,22 @@ class ContainerTier:
             raise
 
     async def _start(self, engine: Engine, ident: str) -> tuple[socket.socket, bytes]:
-        """Attach and start. Both at once: Podman answers an attach only when the container runs.
+        """Attach and start, so that nothing is lost of what the container says; EngineError, EngineGoneError.
 
-        Nothing is lost by that, since the container says nothing before it is spoken to.
+        Podman answers an attach only when the container runs, so there the order is the other one: the container says
+        nothing before it is spoken to, except why it could not start.
         """
-        attaching = asyncio.create_task(engine.attach(f"/containers/{ident}/attach", _ATTACH))
+        attach = f"/containers/{ident}/attach"
+        if self.name == "podman":
+            await engine.call("POST", f"/containers/{ident}/start")
+            return await engine.attach(attach, _ATTACH)
+        attached = await engine.attach(attach, _ATTACH)
         try:
             await engine.call("POST", f"/containers/{ident}/start")
-            return await attaching
         except BaseException:
-            attaching.cancel()
-            with contextlib.suppress(asyncio.CancelledError, EngineError, EngineGoneError):
-                (await attaching)[0].close()
+            attached[0].close()
             raise
+        return attached
 
     def _seccomp(self) -> str:
         if self.name == "docker":
@@ -145,6 +153,8 @@ class ContainerTier:
     async def _report(self, pump: Pump, enclosure: ContainerEnclosure) -> dict[str, Any]:
         try:
             return await payload.report(pump.stream, tier=self.name, timeout_s=_READY_TIMEOUT_S)
+        except payload.SilentError:
+            raise
         except StartError as error:
             said = enclosure.lost_reason() if pump.stderr else ""
             raise StartError(f"{error.message}{f'; {said}' if said else ''}", tier=self.name) from None
@@ -163,7 +173,7 @@ class ContainerTier:
         reading.take("runtime", self.runtime in (None, runtime), runtime, "the engine, by inspect")
         reading.take("image", True, inspected["Image"], host.image)
         boundary = spec.boundary_of(runtime)
-        posture.kernel_view(reading, pid, own_kernel=boundary is spec.Boundary.KERNEL)
+        posture.kernel_view(reading, pid, own_kernel=boundary is Boundary.KERNEL)
         posture.mounts_view(reading, pid, policy, tuple(mount.target for mount in policy.mounts))
         posture.engine_view(reading, inspected, policy, host.hard)
         posture.common_view(reading, policy, rlimits, report, "cpu" in host.hard)
@@ -285,7 +295,7 @@ async def learn(engine: Engine, image: str | None, runtime: str | None) -> Host:
 
 
 def _no_image(word: Word, image: str | None) -> UnavailableError:
-    name = image or engines.DEFAULT_NAME
+    name = image or store.DEFAULT_NAME
     if "/" in name or ":" in name:
         remedy = f"`fumehood image pull {name} --engine {word}`"
     else:

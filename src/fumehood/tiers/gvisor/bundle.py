@@ -16,7 +16,9 @@ FOLDERS = {"work": WORK, "tmp": TMP, "shm": SHM}
 UID = 1000
 
 
-def config(rootfs: str, scratch: str, binds: list[tuple[str, str]], rlimits: dict[str, int], uid: int) -> dict[str, Any]:
+def config(
+    rootfs: str, scratch: str, binds: list[tuple[str, str]], rlimits: dict[str, int], uid: int
+) -> dict[str, Any]:
     """``config.json``: no capability, no network, nothing writable but the scratch."""
     writable = ["rbind", "rw", "nosuid", "nodev"]
     return {
@@ -49,4 +51,3 @@ def config(rootfs: str, scratch: str, binds: list[tuple[str, str]], rlimits: dic
             "seccomp": profile.profile(os.uname().machine),
         },
     }
-

@@ -13,11 +13,10 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fumehood import environments
 from fumehood.enclosure import PidfdEnclosure, handshake, readable
@@ -31,7 +30,7 @@ from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
-from fumehood.tiers.gvisor import bundle, runsc
+from fumehood.tiers.gvisor import bundle, leftovers, runsc
 from fumehood.tiers.gvisor.runsc import Runsc
 from fumehood.tiers.jail.runtime import base_python
 from fumehood.wire import Channel
@@ -41,7 +40,6 @@ _MESSAGE_MAX = 1 << 16
 _SPAWN_TIMEOUT_S = 30.0
 _READY_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 15.0
-_PREFIX = "fumehood-gvisor-"
 _NAMES = itertools.count(1)
 #: Gofer and Sentry are processes of Go beside the guest's own, which the Sentry makes threads or processes of the
 #: host of: they are held by the guest's limit inside and by this bound outside.
@@ -69,6 +67,7 @@ class GvisorTier:
     def __init__(self, *, image: str | None = None) -> None:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
+        self._swept = False
         self._opening = asyncio.Lock()
 
     def probe(self) -> Probe:
@@ -85,7 +84,9 @@ class GvisorTier:
         image = _Host.image(self.image)
         if not probe.available or image is None:
             raise UnavailableError(
-                probe.reason or f"the image {self.image!r} is gone", tier=self.name, remedy=probe.remedy or _build(self.image)
+                probe.reason or f"the image {self.image!r} is gone",
+                tier=self.name,
+                remedy=probe.remedy or _build(self.image),
             )
         tree = await self._tree()
         return await _create(policy, image, _Host.runsc(), _Host.platform, tree)
@@ -93,6 +94,9 @@ class GvisorTier:
     async def _tree(self) -> Hierarchy | None:
         async with self._opening:
             found = _found()
+            if not self._swept:
+                self._swept = True
+                await asyncio.to_thread(leftovers.sweep)
             if self._hierarchy is None and found.version:
                 self._hierarchy = await asyncio.to_thread(found.open)
             return self._hierarchy
@@ -108,7 +112,13 @@ class GvisorEnclosure(PidfdEnclosure):
     """A sandbox's processes, the launcher that waits for them, and the bundle."""
 
     def __init__(
-        self, pid: int, pidfd: int, group: Cgroup | None, child: subprocess.Popen[bytes], control: socket.socket, folder: str
+        self,
+        pid: int,
+        pidfd: int,
+        group: Cgroup | None,
+        child: subprocess.Popen[bytes],
+        control: socket.socket,
+        folder: str,
     ) -> None:
         super().__init__(pid, pidfd, group, cpu_after_death=self._used)
         self._child = child
@@ -147,15 +157,13 @@ class GvisorEnclosure(PidfdEnclosure):
         remove_tree(self._folder)
 
 
-async def _create(
-    policy: Policy, image: Image, program: Runsc, platform: str, tree: Hierarchy | None
-) -> GuestSandbox:
+async def _create(policy: Policy, image: Image, program: Runsc, platform: str, tree: Hierarchy | None) -> GuestSandbox:
     """One sandbox under ``platform``. Raises StartError, PolicyError; nothing is left then."""
     hard = tree.hard if tree is not None else ()
     binds, version = _binds(policy, image)
     limits = policy.limits
     rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
-    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    folder = leftovers.make()
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None
     ours, theirs = socket.socketpair()
@@ -304,7 +312,7 @@ def _binds(policy: Policy, image: Image) -> tuple[list[tuple[str, str]], str | N
     found = environments.find(policy.environment)
     if found.python != image.python:
         raise PolicyError(
-            f"the environment {found.name!r} is for Python {found.python} and the image {image.name!r} has {image.python}",
+            f"the environment {found.name!r} is for Python {found.python}, the image {image.name!r} has {image.python}",
             remedy=f"build the environment for Python {image.python}",
         )
     return [*binds, (str(found.site_packages), spec.PACKAGES.format(found.python))], found.python
@@ -367,7 +375,7 @@ class _Host:
     lock = threading.Lock()
     platform = ""
     _runsc: Runsc | None = None
-    _probes: dict[tuple[str, str], Probe] = {}
+    _probes: ClassVar[dict[tuple[str, str], Probe]] = {}
 
     @classmethod
     def runsc(cls) -> Runsc:
@@ -385,7 +393,9 @@ class _Host:
             image = cls.image(name)
             cls._runsc = cls._runsc or runsc.find()
             if cls._runsc is None:
-                return Probe(False, "runsc is not installed", "`apt-get install runsc`, or gvisor.dev/docs/user_guide/install")
+                return Probe(
+                    False, "runsc is not installed", "`apt-get install runsc`, or gvisor.dev/docs/user_guide/install"
+                )
             if image is None:
                 return Probe(False, f"there is no image {name!r} on this host", _build(name))
             key = (image.digest, cls._runsc.path)

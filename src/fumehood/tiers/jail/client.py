@@ -14,7 +14,9 @@ import os
 import random
 import socket
 import subprocess
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +276,7 @@ def start(
     root = runtime.describe_root(
         site_packages=site_packages, mounts=[*mounts, *guest.binds], read_only="read_only" not in disabled
     )
-    copies = [
-        (str(_PACKAGE / name), f"{runtime.CODE_HOME}/fumehood/{name}") for name in (*runtime.INSIDE, *guest.modules)
-    ]
+    copies = [copy for name in (*runtime.INSIDE, *guest.modules) for copy in _copies(name)]
     rootfs = asdict(root)
     rootfs["copies"] += copies
     if guest.root != "/":
@@ -334,6 +334,15 @@ def start(
     except BaseException:
         _discard(child, ours)
         raise
+
+
+def _copies(module: str) -> Iterator[tuple[str, str]]:
+    """Source and place inside of one of our modules, and of its compiled form where there is one: 50 ms per start."""
+    place = f"{runtime.CODE_HOME}/fumehood/{module}"
+    yield str(_PACKAGE / module), place
+    compiled = cache_from_source(str(_PACKAGE / module))
+    if os.path.exists(compiled):
+        yield compiled, cache_from_source(place)
 
 
 def _discard(child: subprocess.Popen[bytes], control: socket.socket) -> None:

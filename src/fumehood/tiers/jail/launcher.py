@@ -161,7 +161,7 @@ def build_root(plan: dict[str, Any]) -> None:
     opened = [
         (os.open(source, os.O_PATH | os.O_CLOEXEC), source, target, flags) for source, target, flags in root["binds"]
     ]
-    copies = [(read_file(source), path) for source, path in root["copies"]]
+    copies = [(*read_file(source), path) for source, path in root["copies"]]
     Step.now = "mount the root"
     tmpfs(_ROOT, size_bytes=_ROOT_BYTES, inodes=4096, mode="755", flags=MS_NOSUID | MS_NODEV)
     for path in root["folders"]:
@@ -181,16 +181,17 @@ def build_root(plan: dict[str, Any]) -> None:
         os.symlink(target, _ROOT + path)
     for path, text in root["files"].items():
         write_file(_ROOT + path, text.encode())
-    for data, path in copies:
+    for data, changed_ns, path in copies:
         write_file(_ROOT + path, data)
+        os.utime(_ROOT + path, ns=(changed_ns, changed_ns))  # compiled modules are valid for one time of their source
     Step.now = "mount /proc"
     mount("proc", _ROOT + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
-def read_file(path: str) -> bytes:
-    """The whole of a small file."""
+def read_file(path: str) -> tuple[bytes, int]:
+    """The whole of a small file and when it was changed, in nanoseconds."""
     with open(path, "rb", buffering=0) as file:
-        return file.read()
+        return file.read(), os.fstat(file.fileno()).st_mtime_ns
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -92,11 +92,11 @@ class JailTier:
         channel, enclosure, receipt = await self.start(policy)
         return GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
 
-    async def create_warm(self, policy: Policy) -> GuestSandbox:
+    async def create_warm(self, policy: Policy) -> JailSandbox:
         """The same for later use: it has gone through a run and waits for a program. See :mod:`fumehood.pool`."""
         require(self, policy)
         channel, enclosure, receipt = await self.start(policy, warm=self._guest is AGENT)
-        sandbox = GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
+        sandbox = JailSandbox(channel, enclosure, policy, receipt, env=program_env())
         try:
             await sandbox.ready(_READY_TIMEOUT_S)
         except BaseException:
@@ -234,6 +234,17 @@ class JailTier:
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await asyncio.to_thread(tree.close)
+
+
+class JailSandbox(GuestSandbox):
+    """A sandbox that can be asked, before it is handed out, whether it still lives."""
+
+    _enclosure: PidfdEnclosure
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs and its channel is open."""
+        return self._killed is None and self._enclosure.alive()
 
 
 def _enclose(zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:

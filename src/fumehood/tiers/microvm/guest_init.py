@@ -1,3 +1,4 @@
+#!/opt/env/bin/python3 -ISB
 """PID 1 of the guest: prepares the machine, starts the agent, and serves one small port of its own.
 
 Runs inside the guest only, as root of a kernel that nobody shares, before and beside programs that it must not trust:
@@ -11,13 +12,14 @@ Lines on the control port, JSON objects of at most LINE_MAX bytes. From the host
 
 and to the host::
 
-    adopted    what the guest's kernel holds now
-    spent      memory_peak_bytes oom_kills       before every end of a program
-    entry      path(hex) kind(f d l p s) mode size links target(hex) runs    then a body for each run [offset, length]
+    adopted    kernel memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
+    spent      memory_peak_bytes oom_kills, before every end of a program
+    entry      path(hex) kind(f d l p s) mode size target(hex) same(hex) runs
     exported   truncated
     failed     message
 
-"links" counts a file's names. Bodies follow their line raw.
+An entry's content follows its line raw: for each of ``runs``, an (offset, length), so many bytes. ``same`` is the path
+of the first name of a file that has several; the others carry no content.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ import fcntl
 import gc
 import glob
 import importlib
+import itertools
 import json
 import os
+import random
 import resource
+import select
+import signal
 import socket
 import stat
 import struct
@@ -43,7 +49,7 @@ sys.path.insert(0, CODE_HOME)
 
 from fumehood.guest import agent  # noqa: E402
 from fumehood.linux import capabilities, seccomp  # noqa: E402
-from fumehood.linux.libc import mount, syscall  # noqa: E402
+from fumehood.linux.libc import mount, setns, syscall  # noqa: E402
 from fumehood.linux.mounts import (  # noqa: E402
     MS_BIND,
     MS_NODEV,
@@ -76,6 +82,12 @@ SCRATCH = "/tmp"
 CGROUP = "/sys/fs/cgroup/programs"
 MODULES = "/lib/fumehood-modules"
 ENVIRONMENT = "/opt/env"
+#: A fork copies one thread, so nothing that is preloaded may start another: libraries that would have this form.
+ENVIRONMENT_OF_IMPORTS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+ENVIRONMENT_OF_IMPORTS["MPLCONFIGDIR"] = "/tmp"
+KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
+RUNS_MAX = 1024
+_PATH_MAX = 4000
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
 
@@ -151,10 +163,12 @@ def preload(names: str) -> None:
     agent.restore_site_builtins()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     sys.path.append(f"{ENVIRONMENT}/lib/{version}/site-packages")
+    sys.prefix = sys.exec_prefix = ENVIRONMENT
     for name in [*_COMMON.split(), *filter(None, names.split(","))]:
         importlib.import_module(name)
         if len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError(f"preload: {name} started a thread when imported; leave it out")
+    sys.path.remove(CODE_HOME)  # programs see a plain interpreter
 
 
 def read(path: str) -> str:
@@ -184,33 +198,70 @@ class GuestAgent(agent.Agent):
         super().finish(now, status, dead)
 
 
-def start_agent(port: int, control: int) -> int:
-    """The pid of the agent's process, PID 1 of its own namespace."""
-    pid, pidfd = clone3(_NAMESPACES)
-    if pid == 0:
-        try:
-            become_agent(port, control)
-        except BaseException:
-            say(control, {"op": "failed", "message": traceback.format_exc()[-2000:]})
-        finally:
-            os._exit(1)
-    os.close(pidfd)
-    return pid
+class Service:
+    """The agent's process, and the two ports that it and init use."""
+
+    def __init__(self, port: int, control: int, imports: str) -> None:
+        self.port = port
+        self.control = control
+        self.imports = imports
+        self.pid = 0
+
+    def start(self, *, fresh: bool) -> None:
+        """Fork the agent, or with ``fresh`` execute it, and wait until it has sealed itself.
+
+        A fork has this process's imports, and with them its address layout and hash seed.
+        """
+        sealed, tell = os.pipe()
+        self.pid, pidfd = clone3(_NAMESPACES)
+        if self.pid == 0:
+            try:
+                if fresh:
+                    self.execute(tell)
+                become_agent(self.port, self.control, tell)
+            except BaseException:
+                say(self.control, {"op": "failed", "message": traceback.format_exc()[-2000:]})
+            finally:
+                os._exit(1)
+        os.close(tell)
+        os.close(pidfd)
+        if not os.read(sealed, 1):
+            raise RuntimeError("the agent did not seal itself")
+        os.close(sealed)
+
+    def execute(self, tell: int) -> NoReturn:
+        handed = [self.port, self.control, tell]
+        for fd in handed:
+            os.set_inheritable(fd, True)
+        arguments = [sys.executable, "-I", "-S", "-B", __file__, self.imports, *map(str, handed)]
+        os.execve(sys.executable, arguments, dict(ENVIRONMENT_OF_IMPORTS))
+
+    def end(self) -> None:
+        """Kill the agent and with it every program: PID 1 of a namespace is gone last of all in it."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+    def ended_by_itself(self) -> bool:
+        """Whether the agent is gone although nobody asked for it."""
+        return self.pid != 0 and os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
 
 
-def become_agent(port: int, control: int) -> NoReturn:
+def become_agent(port: int, control: int, tell: int) -> NoReturn:
     """Seal this process as a sandbox's first one, and serve."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     write(f"{CGROUP}/cgroup.procs", "0")
     spent = [os.open(f"{CGROUP}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("memory.peak", "memory.events")]
     os.setsid()
     socket.sethostname("sandbox")
+    highest = capabilities.last()
     lay_out_files()
     os.setgroups([])
     os.setresgid(UID, UID, UID)
-    highest = capabilities.last()
-    syscall_keep_nothing = capabilities.drop_bounding
-    syscall_keep_nothing(highest)
-    os.setresuid(UID, UID, UID)  # from 0 to another: the kernel clears every capability set (capabilities(7))
+    capabilities.drop_bounding(highest)
+    os.setresuid(UID, UID, UID)  # from 0 to another: the kernel clears every other capability set (capabilities(7))
     capabilities.no_new_privs()
     seccomp.load(seccomp.allow_list())
     seccomp.load(seccomp.seal())
@@ -218,6 +269,8 @@ def become_agent(port: int, control: int) -> NoReturn:
     reseed_on_first_program()
     GuestAgent.report = lambda self: report_spent(control, *spent)
     agent.Agent = GuestAgent  # type: ignore[misc]
+    os.write(tell, b"s")
+    os.close(tell)
     agent.serve(port, port, WORK, touch=True)
 
 
@@ -259,7 +312,7 @@ def reseed_on_first_program() -> None:
         request = receive(private)
         if pending[0] and request[0] != agent.REHEARSAL_NUMBER:
             pending[0] = False
-            sys.modules["random"].seed()
+            random.seed()
             numpy_random = sys.modules.get("numpy.random")
             if numpy_random is not None:
                 numpy_random.seed()
@@ -276,30 +329,46 @@ def report_spent(control: int, peak: int, events: int) -> None:
 # --- the control port ------------------------------------------------------------------------------------------------
 
 
-def say(control: int, line: dict[str, object], *bodies: bytes) -> None:
-    """One line and what follows it."""
-    for data in (json.dumps(line, separators=(",", ":")).encode() + b"\n", *bodies):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(control, view) :]
+def say(control: int, line: dict[str, object]) -> None:
+    """One line to the host."""
+    put(control, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
-def lines(control: int) -> Iterator[dict[str, Any]]:
-    """What the host asks, one by one."""
+def put(control: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(control, view) :]
+
+
+def lines(service: Service) -> Iterator[dict[str, Any]]:
+    """What the host asks, one by one, until the agent ends by itself."""
+    wake, wake_in = os.pipe()
+    for fd in (wake, wake_in):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor does the work
+    signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(service.control, select.POLLIN)
+    poll.register(wake, select.POLLIN)
     data = b""
-    while True:
-        while b"\n" in data:
-            line, _, data = data.partition(b"\n")
-            yield json.loads(line)
-        piece = os.read(control, LINE_MAX)
+    while not service.ended_by_itself():
+        ready = dict(poll.poll())
+        if wake in ready:
+            os.read(wake, 4096)
+        if service.control not in ready:
+            continue
+        piece = os.read(service.control, LINE_MAX)
         if not piece:
             time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
         data += piece
         if len(data) > LINE_MAX:
             raise RuntimeError("the host sent an endless line")
+        while b"\n" in data:
+            line, _, data = data.partition(b"\n")
+            yield json.loads(line)
 
 
-def adopt(asked: dict[str, Any], state: State) -> dict[str, object]:
+def adopt(asked: dict[str, Any], service: Service) -> None:
     """Become one certain sandbox: entropy, clock, limits. What the kernel holds then is the answer."""
     entropy = bytes.fromhex(asked["entropy"])
     with open("/dev/random", "rb", buffering=0) as file:
@@ -309,87 +378,88 @@ def adopt(asked: dict[str, Any], state: State) -> dict[str, object]:
     write(f"{CGROUP}/memory.max", str(asked["memory_bytes"]))
     write(f"{CGROUP}/pids.max", str(asked["pids"]))
     if asked["fresh"]:
-        state.restart_agent()
-    root = f"/proc/{state.pid}/root"
-    inodes = asked["files"] + _SHARED_INODES
-    mount(None, root + SCRATCH, None, MS_REMOUNT | MS_NOSUID | MS_NODEV, f"size={asked['disk_bytes']},nr_inodes={inodes}")
-    for pid in map(int, read(f"{CGROUP}/cgroup.procs").split()):
+        service.end()
+        service.start(fresh=True)
+    root = f"/proc/{service.pid}/root"
+    resize_scratch(service.pid, asked["disk_bytes"], asked["files"] + _SHARED_INODES)
+    for pid in (service.pid, *map(int, read(f"{CGROUP}/cgroup.procs").split())):
         for name, value in asked["rlimits"].items():
             resource.prlimit(pid, getattr(resource, "RLIMIT_" + name), (value, value))
     held = os.statvfs(root + SCRATCH)
-    found = {name: resource.prlimit(state.pid, getattr(resource, "RLIMIT_" + name))[1] for name in asked["rlimits"]}
-    return {
-        "op": "adopted",
-        "kernel": os.uname().release,
-        "memory_bytes": int(read(f"{CGROUP}/memory.max")),
-        "pids": int(read(f"{CGROUP}/pids.max")),
-        "disk_bytes": held.f_blocks * held.f_frsize,
-        "inodes": held.f_files,
-        "rlimits": found,
-    }
+    rlimits = {name: resource.prlimit(service.pid, getattr(resource, "RLIMIT_" + name))[1] for name in asked["rlimits"]}
+    answer: dict[str, object] = {"op": "adopted", "kernel": os.uname().release, "rlimits": rlimits}
+    answer.update(memory_bytes=int(read(f"{CGROUP}/memory.max")), pids=int(read(f"{CGROUP}/pids.max")))
+    answer.update(disk_bytes=held.f_blocks * held.f_frsize, inodes=held.f_files)
+    say(service.control, answer)
+    if not asked["fresh"]:
+        # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls between no
+        # two of its frames.
+        header = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
+        put(service.port, agent.FRAME.pack(len(header), 0) + header)
 
 
-def export(asked: dict[str, Any], state: State) -> None:
+def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
+    """Set the bounds of the programs' tmpfs: a mount is changed from inside its own namespace only."""
+    ours = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    theirs = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    setns(theirs, CLONE_NEWNS)
+    mount(None, SCRATCH, None, MS_REMOUNT | MS_NOSUID | MS_NODEV, f"size={size_bytes},nr_inodes={inodes}")
+    setns(ours, CLONE_NEWNS)
+    os.close(ours)
+    os.close(theirs)
+
+
+def export(asked: dict[str, Any], service: Service) -> None:
     """Kill the programs, then send the work folder: at most ``entries`` names and ``bytes`` of content."""
-    work = os.open(f"/proc/{state.pid}/root{WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    os.kill(state.pid, 9)
-    os.waitpid(state.pid, 0)  # PID 1 of a namespace is gone last of all in it
-    state.pid = 0
+    work = os.open(f"/proc/{service.pid}/root{WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    service.end()
     entries, left = asked["entries"], asked["bytes"]
     names: dict[int, str] = {}
     folders: list[bytes] = [b""]
     truncated = False
-    while folders and entries > 0:
+    while folders:
         folder = folders.pop(0)
         fd = os.open(folder or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work)
-        try:
-            for name in sorted(map(os.fsencode, os.listdir(fd))):
-                path = folder + b"/" + name if folder else name
-                if entries <= 0 or len(path) > 4000:
-                    truncated = True
-                    continue
-                entries -= 1
-                left -= send_entry(state.control, fd, name, path, left, names)
-                if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                    folders.append(path)
-        finally:
-            os.close(fd)
-    say(state.control, {"op": "exported", "truncated": truncated or bool(folders)})
-
-
-def send_entry(control: int, folder: int, name: bytes, path: bytes, left: int, names: dict[int, str]) -> int:
-    """One entry with its content, holes left out; the number of bytes sent. Content over ``left`` is not sent."""
-    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    kinds = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
-    kind = kinds.get(stat.S_IFMT(info.st_mode), "s")
-    line: dict[str, Any] = {"op": "entry", "path": path.hex(), "kind": kind, "mode": stat.S_IMODE(info.st_mode)}
-    line.update(size=info.st_size if kind == "f" else 0, target="", runs=[], same="")
-    if kind == "l":
-        line["target"] = os.readlink(name, dir_fd=folder).hex()
-    if kind != "f":
-        say(control, line)
-        return 0
-    line["same"] = names.setdefault(info.st_ino, path.hex()) if info.st_nlink > 1 else ""
-    if line["same"] and line["same"] != line["path"]:
-        say(control, line)
-        return 0
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        runs = [run for run in written_runs(fd, info.st_size)][:1024]
-        sent = sum(length for _, length in runs)
-        if sent > left:
-            runs, sent = [], 0
-        line["runs"] = runs
-        say(control, line)
-        for offset, length in runs:
-            for start in range(offset, offset + length, 1 << 20):
-                piece = os.pread(fd, min(1 << 20, offset + length - start), start)
-                view = memoryview(piece)
-                while view:
-                    view = view[os.write(control, view) :]
-        return sent
-    finally:
+        for name in sorted(map(os.fsencode, os.listdir(fd))):
+            path = folder + b"/" + name if folder else name
+            if entries <= 0 or len(path) > _PATH_MAX:
+                truncated = True
+                continue
+            entries -= 1
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            left -= send_entry(service.control, fd, name, path, info, left, names)
+            if stat.S_ISDIR(info.st_mode):
+                folders.append(path)
         os.close(fd)
+    say(service.control, {"op": "exported", "truncated": truncated})
+
+
+def send_entry(
+    control: int, folder: int, name: bytes, path: bytes, info: os.stat_result, left: int, names: dict[int, str]
+) -> int:
+    """One entry with its content, holes left out; the number of bytes sent. Content over ``left`` is not sent."""
+    line: dict[str, Any] = {"op": "entry", "path": path.hex(), "kind": KINDS[stat.S_IFMT(info.st_mode)]}
+    line.update(mode=stat.S_IMODE(info.st_mode), size=0, target="", same="", runs=[])
+    if line["kind"] == "l":
+        line["target"] = os.fsencode(os.readlink(name, dir_fd=folder)).hex()
+    if line["kind"] == "f" and info.st_nlink > 1:
+        line["same"] = names.setdefault(info.st_ino, line["path"])
+    if line["kind"] != "f" or line["same"] not in ("", line["path"]):
+        say(control, line)
+        return 0
+    line["size"] = info.st_size
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    runs = list(itertools.islice(written_runs(fd, info.st_size), RUNS_MAX))
+    total = sum(length for _, length in runs)
+    if total > left:
+        runs, total = [], 0
+    line["runs"] = runs
+    say(control, line)
+    for offset, length in runs:
+        for start in range(offset, offset + length, 1 << 20):
+            put(control, os.pread(fd, min(1 << 20, offset + length - start), start))
+    os.close(fd)
+    return total
 
 
 def written_runs(fd: int, size: int) -> Iterator[tuple[int, int]]:
@@ -404,58 +474,40 @@ def written_runs(fd: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, position - start
 
 
-class State:
-    """The agent under way and the two ports."""
-
-    def __init__(self, port: int, control: int) -> None:
-        self.port = port
-        self.control = control
-        self.pid = start_agent(port, control)
-
-    def restart_agent(self) -> None:
-        """A fresh interpreter, with an address layout and a hash seed of its own: by exec, not by fork."""
-        os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
-        self.pid, pidfd = clone3(0)
-        if self.pid == 0:
-            os.set_inheritable(self.port, True)
-            os.set_inheritable(self.control, True)
-            os.execve("/proc/self/exe", [sys.executable, *FLAGS, __file__, str(self.port), str(self.control)], {})
-        os.close(pidfd)
-
-
-FLAGS = ("-I", "-S", "-B")
-
-
-def serve(state: State) -> None:
-    """Answer the host until the machine ends."""
+def serve(service: Service) -> None:
+    """Answer the host until the agent ends."""
     adopted = False
-    for asked in lines(state.control):
+    for asked in lines(service):
         if asked["op"] == "adopt" and not adopted:
             adopted = True
-            say(state.control, adopt(asked, state))
-            # The agent said "ready" before the snapshot, to the template's builder. It is idle and waits, so this
-            # stands between no two of its frames.
-            header = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
-            os.write(state.port, agent.FRAME.pack(len(header), 0) + header)
-        elif asked["op"] == "export" and state.pid:
-            export(asked, state)
+            adopt(asked, service)
+        elif asked["op"] == "export" and service.pid:
+            export(asked, service)
 
 
 def main() -> None:
+    """Be PID 1."""
     options = set_up()
-    # CPython read its hash seed and we read the time from a kernel that had little entropy; "adopt" mends what it can.
     port, control = open_ports()
     try:
-        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = "1"
-        preload(options.get("fumehood.preload", ""))
-        sys.path.remove(CODE_HOME)
+        os.environ.update(ENVIRONMENT_OF_IMPORTS)
+        imports = options.get("fumehood.preload", "")
+        preload(imports)
         gc.collect()
         gc.freeze()
-        serve(State(port, control))
+        service = Service(port, control, imports)
+        service.start(fresh=False)
+        serve(service)
     except BaseException:
         say(control, {"op": "failed", "message": traceback.format_exc()[-2000:]})
+
+
+def main_of_fresh_agent(imports: str, port: str, control: str, tell: str) -> None:
+    """Be the agent, executed rather than forked."""
+    for fd in (port, control, tell):
+        os.set_inheritable(int(fd), False)
+    preload(imports)
+    become_agent(int(port), int(control), int(tell))
 
 
 def power_off() -> None:
@@ -464,6 +516,8 @@ def power_off() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main_of_fresh_agent(*sys.argv[1:])
     try:
         main()
     finally:

@@ -1,0 +1,280 @@
+"""envd: commands and the file tree by Connect RPC, file contents by HTTP.
+
+The two services derive from the SDK's generated classes; what is not defined here answers "unimplemented".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import posixpath
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import parse_qs
+
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
+from e2b.envd.filesystem import filesystem_pb as fs
+from e2b.envd.filesystem.filesystem_connect import Filesystem, FilesystemASGIApplication
+from e2b.envd.process import process_pb as ps
+from e2b.envd.process.process_connect import Process, ProcessASGIApplication
+from protobuf import Oneof
+
+from fumehood.e2b_server.http import Receive, Scope, Send
+from fumehood.e2b_server.sandboxes import HOME, Box, inside
+from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError
+from fumehood.model import Command, Outcome
+from fumehood.tier import FileInfo
+
+#: Changes to the command's folder and puts what it was given into its environment, then becomes it.
+_STARTER = 'cd -- "$1" && shift && exec env -- "$@"'
+_KILL_WAIT_S = 1.0
+_FILES_MAX = 64 << 20
+
+
+async def serve(box: Box, scope: Scope, receive: Receive, send: Send) -> None:
+    """One request."""
+    path = scope["path"]
+    if path.startswith("/process.Process/"):
+        await ProcessASGIApplication(Processes(box))(scope, receive, send)  # type: ignore[arg-type]
+    elif path.startswith("/filesystem.Filesystem/"):
+        await FilesystemASGIApplication(Files(box))(scope, receive, send)  # type: ignore[arg-type]
+    elif path == "/files":
+        await _contents(box, scope, receive, send)
+    elif path == "/health":
+        await _plain(send, 204, b"")
+    else:
+        await _plain(send, 404, b'{"code":404,"message":"not served here"}')
+
+
+# --- processes
+
+
+class _Started:
+    """A command under way and what it said."""
+
+    def __init__(self, pid: int, config: ps.ProcessConfig) -> None:
+        self.pid = pid
+        self.config = config
+        self.events: asyncio.Queue[ps.ProcessEvent | None] = asyncio.Queue()
+
+    def say(self, stream: str, data: bytes) -> None:
+        """A piece of output."""
+        output = ps.ProcessEvent.DataEvent(output=Oneof(stream, data))
+        self.events.put_nowait(ps.ProcessEvent(event=Oneof("data", output)))
+
+
+class Processes(Process):
+    """Commands in one sandbox, one after another."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+
+    async def start(self, request: ps.StartRequest, ctx: Any) -> AsyncIterator[ps.StartResponse]:
+        """Run a command and stream what it says."""
+        config = request.process or ps.ProcessConfig()
+        command = Command(_argv(config, self._box))
+        async with self._box.turn:
+            self._box.pids += 1
+            started = _Started(self._box.pids, config)
+            yield _response(Oneof("start", ps.ProcessEvent.StartEvent(pid=started.pid)))
+            _running[self._box] = started
+            task = asyncio.create_task(self._run(command, started))
+            try:
+                while (event := await started.events.get()) is not None:
+                    yield ps.StartResponse(event=event)
+                yield _response(Oneof("end", await task))
+            finally:
+                _running.pop(self._box, None)
+                if not task.done():
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, command: Command, started: _Started) -> ps.ProcessEvent.EndEvent:
+        try:
+            result = await self._box.sandbox.exec(command, sink=started.say)
+        except ClosedError as error:
+            raise ConnectError(Code.UNAVAILABLE, f"The sandbox was not found: {error.message}") from None
+        except FumehoodError as error:
+            raise ConnectError(Code.INTERNAL, error.message) from None
+        finally:
+            started.events.put_nowait(None)
+        if result.outcome is Outcome.EXITED:
+            return ps.ProcessEvent.EndEvent(exit_code=result.exit_code or 0, exited=True, status="exited")
+        text = f"ended by {result.outcome.value}"
+        return ps.ProcessEvent.EndEvent(exit_code=-1, exited=False, status=text, error=text)
+
+    async def list(self, request: ps.ListRequest, ctx: Any) -> ps.ListResponse:
+        """The command that runs, if one does."""
+        started = _running.get(self._box)
+        found = [] if started is None else [ps.ProcessInfo(pid=started.pid, config=started.config)]
+        return ps.ListResponse(processes=found)
+
+    async def send_signal(self, request: ps.SendSignalRequest, ctx: Any) -> ps.SendSignalResponse:
+        """Interrupt the command that runs; if it does not heed that, the sandbox ends with it."""
+        started = _running.get(self._box)
+        selector = request.process.selector if request.process is not None else None
+        if started is None or selector != Oneof("pid", started.pid):
+            raise ConnectError(Code.NOT_FOUND, "no such process")
+        await self._box.sandbox.interrupt()
+        for _ in range(20):
+            if _running.get(self._box) is not started:
+                return ps.SendSignalResponse()
+            await asyncio.sleep(_KILL_WAIT_S / 20)
+        self._box.dead.set()
+        return ps.SendSignalResponse()
+
+
+_running: dict[Box, _Started] = {}
+
+
+def _argv(config: ps.ProcessConfig, box: Box) -> tuple[str, ...]:
+    """The command behind a shell that changes to its folder. Raises ConnectError."""
+    try:
+        folder = inside(config.cwd or HOME)
+    except PolicyError as error:
+        raise ConnectError(Code.INVALID_ARGUMENT, error.message) from None
+    env = {**box.envs, **dict(config.envs)}
+    starter = ("/bin/sh", "-c", _STARTER, "sh", folder or ".")
+    return (*starter, *(f"{name}={value}" for name, value in env.items()), config.cmd, *config.args)
+
+
+def _response(event: Any) -> ps.StartResponse:
+    return ps.StartResponse(event=ps.ProcessEvent(event=event))
+
+
+# --- the file tree
+
+
+class Files(Filesystem):
+    """The work folder of one sandbox, as /home/user."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+
+    async def list_dir(self, request: fs.ListDirRequest, ctx: Any) -> fs.ListDirResponse:
+        """What lies in a folder, ``depth`` levels deep."""
+        folder = _inside(request.path)
+        prefix = f"{folder}/" if folder else ""
+        depth = request.depth or 1
+        entries = await self._entries()
+        if folder and not any(e.path == folder and e.kind == "folder" for e in entries):
+            raise ConnectError(Code.NOT_FOUND, f"{request.path} is not a folder")
+        below = [e for e in entries if e.path.startswith(prefix) and e.path.removeprefix(prefix).count("/") < depth]
+        return fs.ListDirResponse(entries=[_entry(e) for e in below])
+
+    async def stat(self, request: fs.StatRequest, ctx: Any) -> fs.StatResponse:
+        """One entry."""
+        return fs.StatResponse(entry=await self._find(request.path))
+
+    async def make_dir(self, request: fs.MakeDirRequest, ctx: Any) -> fs.MakeDirResponse:
+        """A folder with those above it."""
+        folder = _inside(request.path)
+        entries = await self._entries()
+        if not folder or any(e.path == folder for e in entries):
+            raise ConnectError(Code.ALREADY_EXISTS, f"{request.path} is there already")
+        keeper = f"{folder}/.fumehood"  # files make their folders, so one is made and removed
+        await _told(self._box.sandbox.write_file(keeper, b""))
+        await _told(self._box.sandbox.remove(keeper))
+        return fs.MakeDirResponse(entry=await self._find(request.path))
+
+    async def remove(self, request: fs.RemoveRequest, ctx: Any) -> fs.RemoveResponse:
+        """A file, or a folder with all in it."""
+        await _told(self._box.sandbox.remove(_inside(request.path) or "."))
+        return fs.RemoveResponse()
+
+    async def _entries(self) -> tuple[FileInfo, ...]:
+        return await _told(self._box.sandbox.list_files())
+
+    async def _find(self, path: str) -> fs.EntryInfo:
+        wanted = _inside(path)
+        for entry in await self._entries():
+            if entry.path == wanted:
+                return _entry(entry)
+        raise ConnectError(Code.NOT_FOUND, f"{path} does not exist")
+
+
+def _inside(path: str) -> str:
+    try:
+        return inside(path)
+    except PolicyError as error:
+        raise ConnectError(Code.INVALID_ARGUMENT, error.message) from None
+
+
+async def _told(operation: Any) -> Any:
+    """The result of a file operation, its errors as the protocol names them."""
+    try:
+        return await operation
+    except FileError as error:
+        code = Code.NOT_FOUND if error.errno == errno.ENOENT else Code.INVALID_ARGUMENT
+        raise ConnectError(code, error.message) from None
+    except ClosedError as error:
+        raise ConnectError(Code.UNAVAILABLE, f"The sandbox was not found: {error.message}") from None
+    except FumehoodError as error:
+        raise ConnectError(Code.INVALID_ARGUMENT, error.message) from None
+
+
+def _entry(info: FileInfo) -> fs.EntryInfo:
+    kinds = {"file": fs.FileType.FILE, "folder": fs.FileType.DIRECTORY}
+    return fs.EntryInfo(
+        name=posixpath.basename(info.path),
+        path=f"{HOME}/{info.path}",
+        type=kinds.get(info.kind, fs.FileType.UNSPECIFIED),
+        size=info.size_bytes,
+        owner="user",
+        group="user",
+    )
+
+
+# --- file contents
+
+
+async def _contents(box: Box, scope: Scope, receive: Receive, send: Send) -> None:
+    """``GET`` and ``POST /files``."""
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    try:
+        path = inside(query["path"][0])
+        if scope["method"] == "GET":
+            await _plain(send, 200, await box.sandbox.read_file(path, max_bytes=_FILES_MAX), b"application/octet-stream")
+            return
+        for name, data in _uploads(scope, await _body(receive), path):
+            await box.sandbox.write_file(name, data)
+    except FileError as error:
+        status = {errno.ENOENT: 404, errno.ENOSPC: 507}.get(error.errno or 0, 400)
+        await _plain(send, status, json.dumps({"code": status, "message": error.message}).encode())
+    except (PolicyError, KeyError, ValueError) as error:
+        await _plain(send, 400, json.dumps({"code": 400, "message": str(error)[:500]}).encode())
+    except ClosedError:
+        await _plain(send, 502, b'{"code":502,"message":"The sandbox was not found"}')
+    else:
+        written = [{"name": posixpath.basename(path), "path": f"{HOME}/{path}", "type": "file"}]
+        await _plain(send, 200, json.dumps(written).encode())
+
+
+def _uploads(scope: Scope, body: bytes, path: str) -> list[tuple[str, bytes]]:
+    """The files of an upload: the body itself, or the one part of a form."""
+    kind = dict(scope["headers"]).get(b"content-type", b"")
+    if not kind.startswith(b"multipart/form-data"):
+        return [(path, body)]
+    boundary = b"--" + kind.partition(b"boundary=")[2].strip(b'"')
+    parts = body.split(boundary)[1:-1]
+    if len(parts) != 1:
+        raise ValueError("one file at a time, please")
+    _, _, data = parts[0].partition(b"\r\n\r\n")
+    return [(path, data.removesuffix(b"\r\n"))]
+
+
+async def _body(receive: Receive) -> bytes:
+    pieces = []
+    while True:
+        message = await receive()
+        pieces.append(bytes(message.get("body", b"")))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _plain(send: Send, status: int, body: bytes, kind: bytes = b"application/json") -> None:
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

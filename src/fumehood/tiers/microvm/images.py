@@ -1,0 +1,359 @@
+"""Images of microVMs: a kernel and a first root file system, built without root, found by name.
+
+The cache folder (:func:`fumehood.environments.cache_folder`) holds::
+
+    microvm/images/<digest>/kernel          a bzImage
+    microvm/images/<digest>/initramfs.cpio  Python, tools and the kernel's virtio modules
+    microvm/images/<digest>/manifest.json   what it holds, :class:`Image`
+    microvm/names/<name>                    which digest a name means, replaced atomically
+    microvm/building/                       where a build works; renamed only when complete
+    microvm/lock                            held by the one builder at a time
+
+Kernel and Python come from the host's own Debian sources: apt downloads and checks them, and they are only unpacked
+(:mod:`fumehood.images.packages`). The digest is that of every package archive. Our own files, init and the guest agent,
+are no part of an image: they are a second archive (:func:`own_archive`), made when a template boots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fumehood
+from fumehood import environments
+from fumehood.errors import PolicyError, StartError
+from fumehood.images import packages as debian
+from fumehood.images.packages import Progress
+from fumehood.images.store import check_name
+from fumehood.tiers.microvm.cpio import Archive
+
+#: How an image is laid out; a change of it makes every image new.
+LAYOUT = 1
+
+#: The image that the tier takes if none is named.
+DEFAULT_NAME = "python"
+
+#: Debian's kernel without drivers for hardware; it names the newest one by its dependency.
+KERNEL_PACKAGE = "linux-image-cloud-amd64"
+
+#: What the guest's devices need, in the order of loading.
+MODULES = ("virtio", "virtio_ring", "virtio_mmio", "virtio_console")
+_MODULES_HOME = "lib/fumehood-modules"
+
+#: Files of this package that run in the guest, relative to it.
+INSIDE = (
+    "__init__.py",
+    "guest/__init__.py",
+    "guest/agent.py",
+    "linux/__init__.py",
+    "linux/capabilities.py",
+    "linux/libc.py",
+    "linux/mounts.py",
+    "linux/namespaces.py",
+    "linux/seccomp.py",
+    "linux/syscalls.py",
+)
+_PACKAGE = Path(fumehood.__file__).parent
+_INIT = _PACKAGE / "tiers" / "microvm" / "guest_init.py"
+_CODE_HOME = "opt/fumehood"
+
+#: Every byte of the root is memory of every template: what a program does not use is left out.
+_LEFT_OUT = (
+    "usr/share/bug", "usr/share/bash-completion", "usr/share/perl5", "usr/share/common-licenses", "usr/share/applications",
+    "usr/share/pixmaps", "usr/share/debconf", "usr/share/gdb", "usr/share/binfmts", "usr/share/python3", "usr/share/info",
+    "usr/share/readline", "usr/share/terminfo", "usr/share/gcc", "usr/share/zoneinfo/right", "usr/share/zoneinfo/posix",
+    "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/perl-base", "usr/lib/x86_64-linux-gnu/audit",
+    "usr/lib/x86_64-linux-gnu/engines-3", "usr/lib/x86_64-linux-gnu/ossl-modules", "usr/lib/valgrind", "usr/lib/locale",
+    "usr/lib/udev", "usr/lib/systemd", "usr/lib/python3/dist-packages", "usr/sbin", "usr/bin/perl",
+    "usr/bin/perl5.36.0", "var", "usr/include",
+)  # fmt: skip
+_LIBRARY_LEFT_OUT = ("test", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "turtle.py")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_FOLDERS = ("dev", "proc", "sys", "tmp", "work", "mnt", "root", "opt/env/bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A built image."""
+
+    name: str
+    path: Path
+    digest: str  # SHA-256 over the package archives, the kernel's included, and LAYOUT
+    kernel_release: str
+    python: str  # "3.11"
+    packages: tuple[str, ...]  # as they were asked for
+    initramfs_bytes: int
+    built_at: str  # UTC, ISO 8601
+
+    @property
+    def kernel(self) -> Path:
+        """The kernel's file."""
+        return self.path / "kernel"
+
+    @property
+    def initramfs(self) -> Path:
+        """The archive of the first root file system, not compressed."""
+        return self.path / "initramfs.cpio"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def find(name: str = DEFAULT_NAME) -> Image | None:
+    """The image called ``name``, or None. Raises PolicyError for a malformed name or an unsafe cache folder."""
+    return _load(folder(), check_name(name))
+
+
+def build(
+    name: str,
+    *,
+    packages: Sequence[str] = (),
+    kernel: Path | None = None,
+    progress: Progress = lambda line: None,
+) -> Image:
+    """Build an image out of the default packages and ``packages``, and call it ``name``.
+
+    ``kernel`` is a Debian kernel package (a .deb file) of the operator's in place of Debian's own; it must have the
+    virtio console as a module or built in. Raises PolicyError (malformed name or package) and StartError (apt is
+    missing or failed, with its last lines; no space).
+    """
+    check_name(name)
+    wanted = debian.check(tuple(dict.fromkeys((*debian.DEFAULT, *packages))))
+    place = folder()
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(place, progress), _workshop(place) as shop:
+        try:
+            archives = debian.download(wanted, shop / "archives", progress)
+            kernel_archive = kernel or _download_kernel(shop / "kernel-archive", progress)
+            digest = _digest([*archives, kernel_archive])
+            target = place / "images" / digest
+            if (target / "manifest.json").exists():
+                progress("this image is built already")
+            else:
+                made = shop / "image"
+                made.mkdir()
+                manifest = _make(made, archives, kernel_archive, shop, progress)
+                manifest |= {"digest": digest, "packages": list(wanted)}
+                (made / "manifest.json").write_text(json.dumps(manifest, indent=1))
+                shutil.rmtree(target, ignore_errors=True)  # without a manifest: half removed
+                target.parent.mkdir(exist_ok=True)
+                made.rename(target)
+            _point(place, name, digest)
+        except OSError as error:
+            raise StartError(f"the image could not be built: {error}", tier="microvm") from error
+        image = _load(place, name)
+    if image is None:
+        raise StartError(f"the image {name!r} was removed while it was being built", tier="microvm")
+    return image
+
+
+def folder() -> Path:
+    """Where images and templates are kept. Raises PolicyError if somebody else could change what is in it."""
+    place = environments.cache_folder() / "microvm"
+    for path in (place.parent, place):
+        try:
+            info = path.stat()
+        except FileNotFoundError:
+            continue
+        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PolicyError(
+                f"the cache folder {path} is not this user's alone",
+                remedy="own it and take write permission from others, or set FUMEHOOD_CACHE to another folder",
+            )
+    return place
+
+
+def own_archive() -> bytes:
+    """Our files in the guest, as an archive that follows an image's."""
+    file = io.BytesIO()
+    archive = Archive(file)
+    for name in (_CODE_HOME, *(f"{_CODE_HOME}/fumehood{part}" for part in ("", "/guest", "/linux"))):
+        archive.folder(name)
+    for name in INSIDE:
+        archive.content(f"{_CODE_HOME}/fumehood/{name}", (_PACKAGE / name).read_bytes())
+    archive.content("init", _INIT.read_bytes(), executable=True)
+    archive.close()
+    return file.getvalue()
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def _download_kernel(place: Path, progress: Progress) -> Path:
+    """The archive of the newest kernel alone: its dependencies serve its installation, and nothing is installed."""
+    done = subprocess.run(
+        ["apt-cache", "depends", "--important", KERNEL_PACKAGE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"},
+    )
+    found = re.search(r"Depends: (linux-image-[a-z0-9.+-]+)", done.stdout)
+    if found is None:
+        raise StartError(
+            f"apt knows no {KERNEL_PACKAGE}",
+            tier="microvm",
+            remedy="run `apt-get update` as root, or give --kernel a Debian kernel package",
+        )
+    progress(f"downloading {found[1]}")
+    place.mkdir()
+    done = subprocess.run(
+        ["apt-get", "-q", "-oAPT::Sandbox::User=", "download", found[1]],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    archives = list(place.glob("*.deb"))
+    if done.returncode or len(archives) != 1:
+        raise StartError(
+            f"apt could not download {found[1]}: {done.stderr.strip()[-500:]}",
+            tier="microvm",
+            remedy="run `apt-get update` as root",
+        )
+    return archives[0]
+
+
+def _make(
+    made: Path, archives: list[Path], kernel_archive: Path, shop: Path, progress: Progress
+) -> dict[str, Any]:
+    """Fill ``made`` with a kernel and an archive of the root; the manifest's facts."""
+    root, kernel_root = shop / "root", shop / "kernel-root"
+    debian.unpack(archives, root, progress)
+    python = debian.python_of(root)
+    _trim(root, python)
+    debian.compile_library(root, progress)
+    debian.unpack([kernel_archive], kernel_root, progress)
+    boot = sorted((kernel_root / "boot").glob("vmlinuz-*"))
+    if not boot:
+        raise StartError(f"{kernel_archive.name} holds no kernel", tier="microvm")
+    shutil.copyfile(boot[-1], made / "kernel")
+    progress("writing the first root file system")
+    with (made / "initramfs.cpio").open("wb") as file:
+        _write_root(Archive(file), root, kernel_root, python)
+    return {
+        "kernel_release": boot[-1].name.removeprefix("vmlinuz-"),
+        "python": python,
+        "initramfs_bytes": (made / "initramfs.cpio").stat().st_size,
+        "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _trim(root: Path, python: str) -> None:
+    library = f"usr/lib/python{python}"
+    unused = [*_LEFT_OUT, *(f"{library}/{name}" for name in _LIBRARY_LEFT_OUT)]
+    unused += [str(p.relative_to(root)) for p in (root / library).glob("config-*")]
+    for name in unused:
+        path = root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _write_root(archive: Archive, root: Path, kernel_root: Path, python: str) -> None:
+    for name in _FOLDERS:
+        parts = name.split("/")
+        for depth in range(len(parts)):
+            archive.folder("/".join(parts[: depth + 1]))
+    archive.device("dev/console", 0o600, 5, 1)
+    archive.device("dev/null", 0o666, 1, 3)
+    archive.tree(root)
+    for name in ("python3", "python", f"python{python}"):
+        archive.link(f"opt/env/bin/{name}", f"/usr/bin/python{python}")
+    archive.content("opt/env/pyvenv.cfg", b"home = /usr/bin\ninclude-system-site-packages = false\n")
+    archive.folder(_MODULES_HOME)
+    order = []
+    for name in MODULES:
+        found = [*kernel_root.glob(f"usr/lib/modules/*/kernel/**/{name}.ko*")]
+        if found:  # otherwise it is built in, or the guest does not find its ports and says so
+            archive.content(f"{_MODULES_HOME}/{name}.ko", _module(found[0]))
+            order.append(f"{name}.ko")
+    archive.content(f"{_MODULES_HOME}/order", "\n".join(order).encode())
+    archive.close()
+
+
+def _module(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix == ".xz":
+        return lzma.decompress(data)
+    if path.suffix != ".ko":
+        raise StartError(f"{path.name} is compressed in a way that is not read here", tier="microvm")
+    return data
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _digest(archives: list[Path]) -> str:
+    total = hashlib.sha256(b"%d" % LAYOUT)
+    for archive in archives:
+        with archive.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _load(place: Path, name: str) -> Image | None:
+    try:
+        digest = (place / "names" / name).read_text().strip()
+        if not _DIGEST.match(digest):
+            return None
+        path = place / "images" / digest
+        raw = json.loads((path / "manifest.json").read_bytes())
+        return Image(
+            name=name,
+            path=path,
+            digest=digest,
+            kernel_release=raw["kernel_release"],
+            python=raw["python"],
+            packages=tuple(raw["packages"]),
+            initramfs_bytes=raw["initramfs_bytes"],
+            built_at=raw["built_at"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _point(place: Path, name: str, digest: str) -> None:
+    (place / "names").mkdir(exist_ok=True)
+    fresh = place / "names" / f".{name}-{os.getpid()}"
+    fresh.write_text(digest)
+    fresh.replace(place / "names" / name)
+
+
+@contextlib.contextmanager
+def _locked(place: Path, progress: Progress) -> Iterator[None]:
+    with (place / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another build to end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _workshop(place: Path) -> Iterator[Path]:
+    """A fresh folder to build in; what an interrupted build left there goes first."""
+    building = place / "building"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        yield Path(tempfile.mkdtemp(dir=building))
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
