@@ -85,6 +85,16 @@ class PidfdEnclosure:
                 return
             await asyncio.sleep(_POLL_S)
 
+    @property
+    def dead(self) -> bool:
+        """Whether the last process is dead."""
+        return self._death.done()
+
+    def signal(self, number: int) -> None:
+        """Send PID 1 of the sandbox a signal: of those that it does not handle, only SIGKILL and SIGSTOP act."""
+        if not self._death.done():
+            process.kill_pidfd(self._pidfd, number)
+
     def kill(self) -> None:
         """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
         if not self._death.done():

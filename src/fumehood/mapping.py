@@ -200,7 +200,7 @@ async def drive(batch: Batch, items: Iterable[Item] | AsyncIterable[Item]) -> As
             while quick is not None and batch.has_room and (item := next(quick, None)) is not None:
                 batch.start(item)
             if slow is not None and fetch is None and more and batch.has_room:
-                fetch = asyncio.ensure_future(anext(slow, None))  # type: ignore[arg-type]
+                fetch = asyncio.ensure_future(anext(slow, None))
             if fetch is None and not batch.pending:
                 return
             await batch.wait(fetch)

@@ -172,6 +172,10 @@ class Pool:
         self._live += 1
         return cast(Sandbox, _Lease(self, sandbox, policy))
 
+    def begin(self, policy: Policy) -> None:
+        """Have the keeper make warm sandboxes for ``policy`` beforehand. Raises ClosedError, PolicyError."""
+        self._shelf(policy)
+
     async def fill(self, policy: Policy) -> None:
         """Wait until there are as many warm sandboxes for ``policy`` as there is room for, or making them failed.
 

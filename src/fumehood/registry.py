@@ -20,6 +20,7 @@ _TIERS = {
     "interpreter": "fumehood.tiers.interpreter.tier:InterpreterTier",
     "jail": "fumehood.tiers.jail.tier:JailTier",
     "wasm": "fumehood.tiers.wasm.tier:WasmTier",
+    "e2b": "fumehood.tiers.e2b.tier:E2BTier",
 }
 
 DEFAULT_FLOOR = Boundary.KERNEL
@@ -89,8 +90,8 @@ def choose(
             reasons.append(f"  {name}: {error.message}")
             continue
         probe = candidate.probe()
-        if probe.available and candidate.features.full_python:
+        if probe.available and candidate.features.full_python and not candidate.features.claimed:
             return candidate
-        why = probe.reason or "runs a subset of Python; name it to choose it"
+        why = probe.reason or "name it to choose it: it runs a subset of Python, or elsewhere on a provider's word"
         reasons.append(f"  {name}: {why}" + (f"; {probe.remedy}" if probe.remedy else ""))
     raise UnavailableError(f"no tier on this host meets the floor {wanted.value!r}:\n" + "\n".join(reasons))

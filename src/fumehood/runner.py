@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fumehood import registry
-from fumehood.errors import ClosedError
+from fumehood.errors import ClosedError, FumehoodError, PolicyError
 from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
 from fumehood.pool import Pool
@@ -27,6 +28,16 @@ T = TypeVar("T")
 
 def _program(program: Program | str | bytes) -> Program:
     return Code(program) if isinstance(program, (str, bytes)) else program
+
+
+def _check_folder(out: Path) -> None:
+    """Make ``out`` and see that it can be written to, before anything runs. Raises PolicyError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PolicyError(f"out: cannot make the folder {out}: {error.strerror}") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise PolicyError(f"out: the folder {out} cannot be written to")
 
 
 class AsyncRunner:
@@ -82,7 +93,10 @@ class AsyncRunner:
         except BaseException:
             await sandbox.close()
             raise
-        artifacts = await sandbox.close(out=out)
+        try:
+            artifacts = await sandbox.close(out=out)
+        except FumehoodError as error:  # the program has run: its result is not lost because the disk is full
+            artifacts = (Artifact(".", 0, skipped=error.message),)
         return replace(result, artifacts=artifacts) if artifacts else result
 
     @contextlib.asynccontextmanager
@@ -126,6 +140,8 @@ class AsyncRunner:
         await self.tier.close()
 
     async def __aenter__(self) -> AsyncRunner:
+        if isinstance(self.tier, Pool):
+            self.tier.begin(self.policy)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -226,6 +242,8 @@ class Runner:
     ) -> None:
         self._core = AsyncRunner(tier=tier, floor=floor, policy=policy, warm=warm)
         self._portal = _Portal()
+        if warm:
+            self._portal.call(self._core.__aenter__())
 
     @property
     def tier(self) -> Tier:

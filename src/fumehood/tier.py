@@ -8,12 +8,12 @@ cannot hold is refused by :func:`require` before anything starts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from fumehood.errors import UnsupportedError
-from fumehood.model import Artifact, Boundary, Command, Policy, Program, Receipt, Result
+from fumehood.model import Artifact, Boundary, Command, Limits, Policy, Program, Receipt, Result
 
 Stream = Literal["stdout", "stderr"]
 
@@ -34,6 +34,9 @@ class Features:
     mounts: bool = False  # Policy.mounts
     egress_open: bool = False  # Policy.egress == ("*",)
     egress_list: bool = False  # Policy.egress as an allow-list
+    #: Limits that are held here when they are not the default; another one that is set is refused by name.
+    limits: tuple[str, ...] = tuple(f.name for f in fields(Limits))
+    claimed: bool = False  # the boundary is a provider's word: never chosen by a floor alone
     full_python: bool = True  # any Python program, not a subset of the language
     note: str = ""  # what a user must know wherever the tier is named, e.g. "not a boundary"
 
@@ -156,6 +159,11 @@ def require(
         unmet.append("egress by an allow-list")
     if isinstance(program, Command) and not features.commands:
         unmet.append("commands")
+    usual = Limits()
+    for field in fields(Limits):
+        value = getattr(policy.limits, field.name)
+        if field.name not in features.limits and value != getattr(usual, field.name):
+            unmet.append(f"limits.{field.name}")
     if files and not features.files:
         unmet.append("files")
     if live and not features.live:

@@ -152,6 +152,7 @@ def test_sealing(tier: str, given: bool) -> None:
 
 def test_starting(tier: str) -> None:
     """Killed at twelve moments of the first 0.35 s of a first run, among them the launcher's and the zygote's start."""
+    ours = set(posture.children(os.getpid()))
     for step in range(12):
         with supervisor(STARTING, tier=tier) as child:
             time.sleep(step * 0.03)
@@ -159,8 +160,7 @@ def test_starting(tier: str) -> None:
             child.kill()
             child.wait()
             # What it had started meanwhile is ours by now, wherever it stood.
-            orphans = [pid for pid in posture.children(os.getpid()) if any("launcher.py" in w for w in posture.command(pid))]
-            everything = list(dict.fromkeys([*below, *orphans, *(c for pid in orphans for c in posture.children(pid))]))
+            everything = list({*below, *posture.children(os.getpid())} - ours - {child.pid})
             gone = posture.seconds_until_gone(everything, PATIENCE_S)
             left = [(pid, posture.command(pid)) for pid in everything if os.path.exists(f"/proc/{pid}")]
             if gone is None:

@@ -49,7 +49,8 @@ def make_control(attack: Attack, stage: Stage) -> Tier:
 async def face(attack: Attack, make: MakeTier, base: Policy, *, own_session: bool = False) -> Finding:
     """Carry out ``attack`` on the tier that ``make`` gives, under ``base`` with the attack's own limits.
 
-    ``own_session`` says that this process leads a session without a terminal, so that it may be given one. Never raises for what a tier does: a set-up that fails is an inconclusive finding.
+    ``own_session`` says that this process leads a session without a terminal, so that it may be given one. Never
+    raises for what a tier does: a set-up that fails is an inconclusive finding.
     """
     began = time.monotonic()
     if reason := unmet(attack.needs):

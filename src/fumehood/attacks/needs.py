@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import resource
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -68,9 +69,17 @@ def _capability(bit: int) -> bool:
     return False
 
 
+def _opens(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
 def _devices() -> bool:
     names = ("kvm", "fuse", "net/tun", "loop-control", "mem", "vda", "sda", "nvme0n1", "kmsg")
-    return any(os.access(f"/dev/{name}", os.R_OK) for name in names)
+    return any(_opens(f"/dev/{name}") for name in names)
 
 
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
@@ -115,6 +124,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "a writable cgroup",
         lambda: os.access("/sys/fs/cgroup/pids", os.W_OK) or os.access("/sys/fs/cgroup/cgroup.procs", os.W_OK),
     ),
+    "rtprio": ("a real-time priority for this user", lambda: resource.getrlimit(resource.RLIMIT_RTPRIO)[1] != 0),
     "keys": ("kernel keyrings", lambda: Path("/proc/keys").exists()),
 }
 

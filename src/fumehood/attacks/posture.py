@@ -33,8 +33,11 @@ def _row(
     return Attack(ident, _G, title, program, seen, _SOURCE, holds, proves, needs, limit=limit)  # fmt: skip
 
 
-def _limit(ident: str, name: str, wanted: Callable[[Run], int], holds: Boundary = Boundary.KERNEL) -> Attack:
-    return _row(ident, f"resource limit: {name}", watch.limit_over(name, wanted), "rlimits", holds=holds)
+def _limit(
+    ident: str, name: str, wanted: Callable[[Run], int], holds: Boundary = Boundary.KERNEL, *needs: str
+) -> Attack:
+    seen = watch.limit_over(name, wanted)
+    return _row(ident, f"resource limit: {name}", seen, "rlimits", holds=holds, needs=needs)
 
 
 ATTACKS = (
@@ -81,7 +84,7 @@ ATTACKS = (
     _limit("P10e", "Max msgqueue size", watch.bounded_by("none at all", 0)),
     _limit("P10f", "Max file size", lambda run: run.policy.limits.disk_bytes, Boundary.LIMITS),
     _limit("P10g", "Max cpu time", lambda run: int(run.policy.limits.cpu_s) + 3, Boundary.LIMITS),
-    _limit("P10h", "Max realtime priority", watch.bounded_by("none at all", 0)),
+    _limit("P10h", "Max realtime priority", watch.bounded_by("none at all", 0), Boundary.KERNEL, "rtprio"),
     _row("P11a", "no limit on the memory of all processes together", watch.unbounded_cgroup("memory"),
          "memory", limit="memory"),
     _row("P11b", "no limit on the number of processes together", watch.unbounded_cgroup("pids"), "pids", limit="pids"),

@@ -24,6 +24,7 @@ from fumehood.errors import FumehoodError, PolicyError, UnsupportedError
 #: Subcommand -> (module, one line of help).
 COMMANDS = {
     "run": ("fumehood.cli.run", "run a Python program in a sandbox of its own"),
+    "map": ("fumehood.cli.map", "run many programs, JSON lines in and JSON lines out"),
     "tiers": ("fumehood.cli.tiers", "which tiers this host has, at which boundary, and why not the others"),
     "doctor": ("fumehood.cli.doctor", "what this host has to build boundaries with, and what to do about the rest"),
     "env": ("fumehood.cli.env", "build, list and remove environments of packages"),

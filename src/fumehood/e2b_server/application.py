@@ -12,6 +12,7 @@ from fumehood.e2b_server.sandboxes import Sandboxes
 
 ENVD_PORT = "49983"
 INTERPRETER_PORT = "49999"
+_TRAFFIC = "e2b-traffic-access-token"
 
 
 class Endpoint:
@@ -38,8 +39,8 @@ class Endpoint:
             await answer(send, 502, {"code": 502, "message": f"The sandbox {ident} was not found"})
             return
         port = headers.get("e2b-sandbox-port", ENVD_PORT)
-        token = headers.get("x-access-token", "").encode()
-        if scope["path"] != "/health" and not hmac.compare_digest(token, box.token.encode()):
+        header, token = ("x-access-token", box.token) if port == ENVD_PORT else (_TRAFFIC, box.traffic_token)
+        if scope["path"] != "/health" and not hmac.compare_digest(headers.get(header, "").encode(), token.encode()):
             await answer(send, 401, {"code": 401, "message": "the access token is wrong"})
         elif port == ENVD_PORT:
             await envd.serve(box, scope, receive, send)

@@ -77,6 +77,7 @@ def _made(box: Box) -> dict[str, Any]:
         "clientID": "fumehood",
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": box.token,
+        "trafficAccessToken": box.traffic_token,
         "domain": None,
     }
 

@@ -9,8 +9,9 @@ import asyncio
 import errno
 import json
 import posixpath
-from collections.abc import AsyncIterator
-from typing import Any
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from connectrpc.code import Code
@@ -25,11 +26,12 @@ from fumehood.e2b_server.http import Receive, Scope, Send
 from fumehood.e2b_server.sandboxes import HOME, Box, inside
 from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError
 from fumehood.model import Command, Outcome
-from fumehood.tier import FileInfo
+from fumehood.tier import FileInfo, Stream
 
 #: Changes to the command's folder and puts what it was given into its environment, then becomes it.
 _STARTER = 'cd -- "$1" && shift && exec env -- "$@"'
 _KILL_WAIT_S = 1.0
+T = TypeVar("T")
 _FILES_MAX = 64 << 20
 
 
@@ -37,9 +39,9 @@ async def serve(box: Box, scope: Scope, receive: Receive, send: Send) -> None:
     """One request."""
     path = scope["path"]
     if path.startswith("/process.Process/"):
-        await ProcessASGIApplication(Processes(box))(scope, receive, send)  # type: ignore[arg-type]
+        await ProcessASGIApplication(Processes(box))(scope, receive, send)
     elif path.startswith("/filesystem.Filesystem/"):
-        await FilesystemASGIApplication(Files(box))(scope, receive, send)  # type: ignore[arg-type]
+        await FilesystemASGIApplication(Files(box))(scope, receive, send)
     elif path == "/files":
         await _contents(box, scope, receive, send)
     elif path == "/health":
@@ -59,10 +61,10 @@ class _Started:
         self.config = config
         self.events: asyncio.Queue[ps.ProcessEvent | None] = asyncio.Queue()
 
-    def say(self, stream: str, data: bytes) -> None:
+    def say(self, stream: Stream, data: bytes) -> None:
         """A piece of output."""
-        output = ps.ProcessEvent.DataEvent(output=Oneof(stream, data))
-        self.events.put_nowait(ps.ProcessEvent(event=Oneof("data", output)))
+        output = Oneof("stdout", data) if stream == "stdout" else Oneof("stderr", data)
+        self.events.put_nowait(ps.ProcessEvent(event=Oneof("data", ps.ProcessEvent.DataEvent(output=output))))
 
 
 class Processes(Process):
@@ -103,6 +105,8 @@ class Processes(Process):
         if result.outcome is Outcome.EXITED:
             return ps.ProcessEvent.EndEvent(exit_code=result.exit_code or 0, exited=True, status="exited")
         text = f"ended by {result.outcome.value}"
+        if result.outcome is Outcome.SIGNALED and result.exit_code is not None:
+            text = f"signal: {(signal.strsignal(-result.exit_code) or 'unknown').lower()}"  # the service's own words
         return ps.ProcessEvent.EndEvent(exit_code=-1, exited=False, status=text, error=text)
 
     async def list(self, request: ps.ListRequest, ctx: Any) -> ps.ListResponse:
@@ -117,11 +121,11 @@ class Processes(Process):
         selector = request.process.selector if request.process is not None else None
         if started is None or selector != Oneof("pid", started.pid):
             raise ConnectError(Code.NOT_FOUND, "no such process")
-        await self._box.sandbox.interrupt()
-        for _ in range(20):
+        for _ in range(10):
+            await self._box.sandbox.interrupt()  # again, since one that comes before the command does is lost
+            await asyncio.sleep(_KILL_WAIT_S / 10)
             if _running.get(self._box) is not started:
                 return ps.SendSignalResponse()
-            await asyncio.sleep(_KILL_WAIT_S / 20)
         self._box.dead.set()
         return ps.SendSignalResponse()
 
@@ -202,7 +206,7 @@ def _inside(path: str) -> str:
         raise ConnectError(Code.INVALID_ARGUMENT, error.message) from None
 
 
-async def _told(operation: Any) -> Any:
+async def _told(operation: Awaitable[T]) -> T:
     """The result of a file operation, its errors as the protocol names them."""
     try:
         return await operation
@@ -236,7 +240,9 @@ async def _contents(box: Box, scope: Scope, receive: Receive, send: Send) -> Non
     try:
         path = inside(query["path"][0])
         if scope["method"] == "GET":
-            await _plain(send, 200, await box.sandbox.read_file(path, max_bytes=_FILES_MAX), b"application/octet-stream")
+            await _plain(
+                send, 200, await box.sandbox.read_file(path, max_bytes=_FILES_MAX), b"application/octet-stream"
+            )
             return
         for name, data in _uploads(scope, await _body(receive), path):
             await box.sandbox.write_file(name, data)

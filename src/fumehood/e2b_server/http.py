@@ -33,7 +33,8 @@ async def listen(application: Application, *, host: str = "127.0.0.1", port: int
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while await _Exchange(reader, writer, application).serve():
+            source = _Source(reader)
+            while await _Exchange(source, writer, application).serve():
                 pass
         except (BadRequest, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
@@ -45,10 +46,30 @@ async def listen(application: Application, *, host: str = "127.0.0.1", port: int
     return await asyncio.start_server(connected, host, port, limit=_LINE_MAX)
 
 
+class _Source:
+    """The client's bytes, with a way to notice its going without losing the first byte of its next request."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._early = b""
+        self.readexactly = reader.readexactly
+
+    async def line(self) -> bytes:
+        """One line, or nothing at the end."""
+        early, self._early = self._early, b""
+        return early + await self._reader.readline()
+
+    async def gone(self) -> None:
+        """Until the client closes."""
+        self._early += await self._reader.read(1)
+        if self._early:
+            await asyncio.Event().wait()
+
+
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, application: Application) -> None:
+    def __init__(self, reader: _Source, writer: asyncio.StreamWriter, application: Application) -> None:
         self._reader = reader
         self._writer = writer
         self._application = application
@@ -61,7 +82,7 @@ class _Exchange:
 
     async def serve(self) -> bool:
         """Whether the connection can take another request."""
-        line = await self._reader.readline()
+        line = await self._reader.line()
         if not line:
             return False
         method, target, version = _split_request(line)
@@ -102,16 +123,13 @@ class _Exchange:
             await asyncio.gather(call, watch, return_exceptions=True)
 
     async def _wait_gone(self) -> None:
-        """Until the client closes. A client that sends its next request early is not read before its turn."""
-        while not self._reader.at_eof():
-            if self._reader._buffer:  # type: ignore[attr-defined]
-                await asyncio.Event().wait()
-            await self._reader._wait_for_data("watch")  # type: ignore[attr-defined]
+        """Until the client closes, which the application may be told of."""
+        await self._reader.gone()
         self._gone.set()
 
     async def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = []
-        while (line := await self._reader.readline()) not in (b"\r\n", b"\n"):
+        headers: list[tuple[bytes, bytes]] = []
+        while (line := await self._reader.line()) not in (b"\r\n", b"\n"):
             name, colon, value = line.partition(b":")
             if not colon or len(headers) >= _HEADERS_MAX:
                 raise BadRequest("headers")
@@ -122,12 +140,12 @@ class _Exchange:
         if fields.get(b"transfer-encoding", b"").lower() == b"chunked":
             pieces, total = [], 0
             while True:
-                size = _number(await self._reader.readline(), 16)
+                size = _number(await self._reader.line(), 16)
                 total += size
                 if total > BODY_MAX:
                     raise BadRequest("body")
                 pieces.append(await self._reader.readexactly(size))
-                await self._reader.readline()
+                await self._reader.line()
                 if size == 0:
                     return b"".join(pieces)
         size = _number(fields.get(b"content-length", b"0"), 10)

@@ -1,7 +1,7 @@
 """The interpreter: code in a state that lasts, answered as JSON lines while it runs.
 
-An uncaught exception is told as an ``error`` line with its name, value and traceback, as E2B's interpreter does, and not
-as text on stderr; so what looks like the beginning of a traceback is held back until the code has ended.
+An uncaught exception is told as an ``error`` line with its name, value and traceback, as E2B's interpreter does, and
+not as text on stderr; so what looks like the beginning of a traceback is held back until the code has ended.
 """
 
 from __future__ import annotations

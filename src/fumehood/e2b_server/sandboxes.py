@@ -25,6 +25,7 @@ class Box:
 
     ident: str
     token: str  # for envd; told to whoever made the sandbox
+    traffic_token: str  # for the sandbox's other ports
     template: str
     metadata: dict[str, str]
     envs: dict[str, str]
@@ -51,8 +52,16 @@ class Sandboxes:
         sandbox = await stack.enter_async_context(self._runner.open())
         now = time.time()
         box = Box(
-            f"i{secrets.token_hex(9)}", secrets.token_urlsafe(24), template, metadata, envs, sandbox, now, now
-        )  # fmt: skip
+            ident=f"i{secrets.token_hex(9)}",
+            token=secrets.token_urlsafe(24),
+            traffic_token=secrets.token_urlsafe(24),
+            template=template,
+            metadata=metadata,
+            envs=envs,
+            sandbox=sandbox,
+            started_at=now,
+            ends_at=now,
+        )
         self._boxes[box.ident] = box
         self.prolong(box, timeout_s)
         self._keepers[box.ident] = asyncio.create_task(self._keep(box, stack))

@@ -7,7 +7,8 @@ Processes::
 
     host ══ stream (frames) ══ agent ── private socket ── interpreter ── whatever the program starts
                                  │ └──── stdin, stdout, stderr pipes ────┘
-                                 └ command (fork and exec, the same three pipes)
+                                 │ └──── pipe of displays, if asked for ─┘
+                                 └ commands (fork and exec; the same three pipes, or a pseudo-terminal)
 
 The *agent* is the init of the sandbox's PID namespace where the tier has one. It forks the *interpreter* as soon as
 it starts, before any program is known, so that a run does not wait for a fork. The interpreter runs the program in a
@@ -19,7 +20,12 @@ the same user can neither attach to it nor take its descriptors (ptrace(2), pidf
 interpreter closes the stream before a program runs; the stream's words never pass through a process that runs one.
 What a program can reach is its end of the private socket, in a live sandbox: anything there but one "done" message
 of six bytes for the current exec makes the agent kill the interpreter. Forging that message gains what ``sys.exit()``
-gains. The exit status of a whole process comes from waitpid, never from the process.
+gains. The exit status of a whole process comes from waitpid, never from the process. What comes over the pipe of
+displays is a program's word like its output: it is bounded and passed on, and not looked at here.
+
+One exec runs at a time, and beside it commands in the background. Displays, top-level await and the value of the last
+expression are the business of a second file, :mod:`fumehood.guest.displays`, whose text the host sends along with the
+execs that ask for them, so that nobody else pays for it; the interpreter compiles it once.
 
 The agent never blocks on what a program controls: its loop polls, its ends of all pipes are non-blocking, output
 is forwarded only while the host keeps up, and when a program's main process is gone its pipes are drained once,
@@ -38,23 +44,35 @@ most 1 MiB). Whatever can be long (paths, environment, arguments, code) is in th
     exec       id kind("code"|"command") name last output_bytes overflow("truncate"|"stop") stdin(bool)
                env_bytes size more     body: NUL-ended NAME=VALUE items, then code or NUL-ended arguments;
                                        ``size`` bytes in all, continued by frames ``more`` while ``more`` is true
+               of code: [context]      the namespace that it runs in
+               [helper_bytes           the text of fumehood.guest.displays stands before the code: displays are wanted,
+               display_bytes]          so many bytes of them at most, their framing included
+               of commands: [cwd_bytes]     the folder to run in stands before the arguments
+               [background]            beside the exec that runs, or will
+               [rows columns]          on a pseudo-terminal of this size, where stdout and stderr are one
     more       id more                 body: the next part
     stdin      id more                 body: the next piece of standard input, sent when asked for
-    interrupt                          SIGINT to the program's process group
+    interrupt                          SIGINT to the process group of the exec that is not in the background
+    signal     id number               a signal to the process group of a program, in the background or not
+    resize     id rows columns         the size of its pseudo-terminal
     write      id path_bytes offset    body: path, data. Offset 0 creates or replaces the file
     read       id path_bytes offset length
-    list       id count
+    list       id count [path_bytes]
     remove     id path_bytes
+    stat       id path_bytes
+    mkdir      id path_bytes           with its parents; a folder that exists is no error
+    rename     id path_bytes to_bytes  body: path, new path. Replaces a file, as rename(2) does
 
 and from the agent::
 
     ready      version pid
     out, err   id                      body: a piece of output
+    display    id                      body: a piece of what came over the pipe of displays
     stdin      id                      asks for the next piece of standard input
     done       id status out_bytes err_bytes overflow lost
                                        status: exit code, or -N for signal N; lost: the interpreter's state is gone
     failed     id error message        nothing ran
-    reply      id [error message] [size] [more truncated]     body: what was read or listed
+    reply      id [error message] [size] [kind mtime mode] [more truncated]     body: what was read or listed
     fatal      message                 the agent's last words
 """
 
@@ -108,13 +126,18 @@ LIST_COUNT_MAX = 65536
 LIST_BYTES_MAX = 4 << 20
 LIST_DEPTH_MAX = 64
 REMOVE_STEPS_MAX = 200_000
+BACKGROUND_MAX = 32  # commands in the background at once: each costs the agent three descriptors
 
 # <linux/prctl.h>
 PR_GET_DUMPABLE = 3
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
-REQUEST = struct.Struct("!HBHII")  # exec number, last, lengths of name, environment, code
+TIOCSWINSZ = 0x5414  # <asm-generic/ioctls.h>
+
+#: Exec number, flags, lengths of name, context, environment, helper and code, most bytes of displays.
+REQUEST = struct.Struct("!HBHHIIII")
+LAST, NEW_STDIN, DISPLAYS = 1, 2, 4  # flags; for each of the latter two a descriptor comes along, in this order
 DONE = struct.Struct("!2sHH")  # b"fh", exec number, exit code
 
 #: What goes through agent and interpreter beforehand, see Agent.rehearse.
@@ -178,11 +201,12 @@ class Process:
 
 
 class Exec:
-    """The exec that is being received or is running."""
+    """An exec that is being received or is running."""
 
     __slots__ = (
-        "budget", "counts", "env_bytes", "ident", "is_code", "last", "name", "overflowed", "payload",
-        "process", "size", "stdin", "stdin_more", "stop", "wants_stdin",
+        "background", "budget", "columns", "context", "counts", "display", "display_budget", "env_bytes", "ident",
+        "is_code", "last", "middle_bytes", "name", "overflowed", "payload", "process", "rows", "size", "stdin",
+        "stdin_more", "stop", "wants_stdin",
     )  # fmt: skip
 
     def __init__(self, header: dict[str, Any]) -> None:
@@ -195,8 +219,15 @@ class Exec:
         self.wants_stdin = header.get("stdin") is True
         self.env_bytes = _integer(header, "env_bytes")
         self.size = _integer(header, "size")
-        if self.size > PAYLOAD_MAX or self.env_bytes > self.size:
+        middle = "helper_bytes" if self.is_code else "cwd_bytes"
+        self.middle_bytes = _integer(header, middle) if middle in header else 0
+        if self.size > PAYLOAD_MAX or self.env_bytes + self.middle_bytes > self.size:
             raise ProtocolError("an exec that is too large")
+        self.background = header.get("background") is True and not self.is_code
+        self.context = str(header["context"])[:255] if "context" in header else ""
+        self.display = -1  # our end of its pipe
+        self.display_budget = _integer(header, "display_bytes") if self.is_code and self.middle_bytes else 0
+        self.rows, self.columns = _size(header) if "rows" in header else (0, 0)
         self.payload = bytearray()
         self.process: Process | None = None
         self.stdin = memoryview(b"")
@@ -206,7 +237,7 @@ class Exec:
 
 
 class Agent:
-    """The loop. One exec at a time; files are served beside it."""
+    """The loop. One exec at a time; files are served, and commands run in the background, beside it."""
 
     def __init__(self, read_fd: int, write_fd: int, workdir: str, touch: bool) -> None:
         self.read_fd = read_fd
@@ -221,6 +252,7 @@ class Agent:
         self.outbox: deque[memoryview] = deque()
         self.backlog = 0
         self.exec: Exec | None = None
+        self.background: dict[int, Exec] = {}
         self.interpreter: Process | None = None
         self.zombies_left = False
         self.rehearsing = False
@@ -229,10 +261,15 @@ class Agent:
             "more": self.on_more,
             "stdin": self.on_stdin,
             "interrupt": self.on_interrupt,
+            "signal": self.on_signal,
+            "resize": self.on_resize,
             "write": self.on_write,
             "read": self.on_read,
             "list": self.on_list,
             "remove": self.on_remove,
+            "stat": self.on_stat,
+            "mkdir": self.on_mkdir,
+            "rename": self.on_rename,
         }
 
     def run(self) -> None:
@@ -289,11 +326,15 @@ class Agent:
                 poll.register(self.read_fd, select.POLLIN | select.POLLOUT)
             else:
                 poll.register(self.write_fd, select.POLLOUT)
-        now = self.exec
-        process = now.process if now is not None else None
-        if now is not None and process is not None:
+        programs = [self.exec] if self.exec is not None else []
+        if self.background:
+            programs += self.background.values()
+        for now in programs:
+            process = now.process
+            if process is None:
+                continue
             if self.backlog < BACKLOG_MAX:
-                for fd in (process.out, process.err):
+                for fd in (process.out, process.err, now.display):
                     if fd >= 0:
                         poll.register(fd, select.POLLIN)
             if now.stdin and process.stdin >= 0:
@@ -309,10 +350,15 @@ class Agent:
             return False
         if self.outbox and (self.write_fd in ready):
             self.flush()
-        if process is not None and self.exec is now and now is not None:
+        for now in programs:
+            process = now.process
+            if process is None or self.find(now.ident) is not now:
+                continue
             for index, fd in enumerate((process.out, process.err)):
                 if fd in ready:
                     self.forward(now, index)
+            if now.display in ready:
+                self.forward_display(now)
             if process.stdin >= 0 and process.stdin in ready:
                 self.feed_stdin(now)
         if interpreter is not None and interpreter is self.interpreter and interpreter.sock is not None:
@@ -392,15 +438,37 @@ class Agent:
     # --- programs
 
     def on_exec(self, header: dict[str, Any], body: bytes) -> None:
-        if self.exec is not None:
+        now = Exec(header)
+        if now.background:
+            if now.ident in self.background:
+                raise ProtocolError("a second exec of one number")
+            self.background[now.ident] = now
+        elif self.exec is not None:
             raise ProtocolError("a second exec")
-        self.exec = Exec(header)
-        self.take_payload(self.exec, header, body)
+        else:
+            self.exec = now
+        self.take_payload(now, header, body)
 
     def on_more(self, header: dict[str, Any], body: bytes) -> None:
-        if self.exec is None or self.exec.process is not None:
+        now = self.find(header.get("id"))
+        if now is None or now.process is not None:
             raise ProtocolError("a continuation of nothing")
-        self.take_payload(self.exec, header, body)
+        self.take_payload(now, header, body)
+
+    def find(self, ident: object) -> Exec | None:
+        """The exec of this number, if it is not over."""
+        now = self.exec
+        return now if now is not None and now.ident == ident else self.background.get(ident)  # type: ignore[call-overload]
+
+    def forget(self, now: Exec) -> None:
+        """The exec is over."""
+        if now.display >= 0:
+            os.close(now.display)
+            now.display = -1
+        if now.background:
+            del self.background[now.ident]
+        else:
+            self.exec = None
 
     def take_payload(self, now: Exec, header: dict[str, Any], body: bytes) -> None:
         now.payload += body
@@ -412,45 +480,57 @@ class Agent:
             try:
                 self.start(now)
             except OSError as error:
-                self.exec = None
+                self.forget(now)
                 self.send(_dumps({"op": "failed", "id": now.ident, "error": error.errno, "message": str(error)}))
 
     def start(self, now: Exec) -> None:
+        middle_end = now.env_bytes + now.middle_bytes
         env = bytes(now.payload[: now.env_bytes])
-        rest = bytes(now.payload[now.env_bytes :])
+        middle = bytes(now.payload[now.env_bytes : middle_end])
+        rest = bytes(now.payload[middle_end:])
         now.payload = bytearray()
         if now.is_code:
             if self.interpreter is None:
                 self.interpreter = self.fork_interpreter()
             now.process = self.interpreter
-            self.hand_over(self.interpreter, now, env, rest)
+            self.hand_over(self.interpreter, now, env, middle, rest)
         else:
-            now.process = self.fork_command(env, rest)
+            if len(self.background) > BACKGROUND_MAX:
+                raise OSError(errno.EAGAIN, f"more than {BACKGROUND_MAX} commands in the background")
+            now.process = self.fork_command(now, env, middle, rest)
         now.process.stdin_used = now.wants_stdin
         if now.wants_stdin:
             self.ask_stdin(now)
         elif not self.rehearsing:
             now.process.close_stdin()
 
-    def hand_over(self, process: Process, now: Exec, env: bytes, code: bytes) -> None:
-        """Send the program to the interpreter, with a new stdin if the old one has been used."""
+    def hand_over(self, process: Process, now: Exec, env: bytes, helper: bytes, code: bytes) -> None:
+        """Send the program to the interpreter, with a new stdin if the old one has been used. Raises OSError."""
         assert process.sock is not None
         process.requests = REHEARSAL_NUMBER if self.rehearsing else process.requests % 0xFFFF + 1
-        name = now.name.encode("utf-8", "replace")
-        head = REQUEST.pack(process.requests, now.last, len(name), len(env), len(code))
-        process.unsent = memoryview(b"".join((head, name, env, code)))
-        rights = []
-        taken = -1
-        if process.stdin_used or (now.wants_stdin and process.stdin < 0):
-            process.close_stdin()
-            taken, process.stdin = os.pipe()
-            os.set_blocking(process.stdin, False)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", taken))]
+        name, context = now.name.encode("utf-8", "replace"), now.context.encode("utf-8", "replace")
+        flags = LAST if now.last else 0
+        given: list[int] = []
         try:
-            self.push_request(process, rights)
+            if process.stdin_used or (now.wants_stdin and process.stdin < 0):
+                process.close_stdin()
+                taken, process.stdin = os.pipe()
+                given.append(taken)
+                os.set_blocking(process.stdin, False)
+                flags |= NEW_STDIN
+            if helper:
+                now.display, taken = os.pipe()
+                given.append(taken)
+                os.set_blocking(now.display, False)
+                flags |= DISPLAYS
+            lengths = len(name), len(context), len(env), len(helper), len(code)
+            head = REQUEST.pack(process.requests, flags, *lengths, min(now.display_budget, 0xFFFFFFFF))
+            process.unsent = memoryview(b"".join((head, name, context, env, helper, code)))
+            fds = struct.pack(f"{len(given)}i", *given)
+            self.push_request(process, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if given else None)
         finally:
-            if taken >= 0:
-                os.close(taken)
+            for fd in given:
+                os.close(fd)
 
     def push_request(self, process: Process, rights: list[tuple[int, int, bytes]] | None = None) -> None:
         assert process.sock is not None
@@ -509,6 +589,11 @@ class Agent:
             elif interpreter is not None and interpreter.pid == pid:
                 interpreter.close()
                 self.interpreter = None
+            else:
+                for now in self.background.values():
+                    if now.process is not None and now.process.pid == pid:
+                        self.finish(now, os.waitstatus_to_exitcode(status), dead=True)
+                        break
         else:
             self.zombies_left = True
             return
@@ -525,13 +610,19 @@ class Agent:
                 if got == 0:
                     break
                 drained += got
+        drained = 0
+        while now.display >= 0 and drained < DRAIN_MAX:
+            got = self.forward_display(now)
+            if got == 0:
+                break
+            drained += got
         if not self.rehearsing:
             process.close_stdin()
         if dead:
             process.close()
             if process is self.interpreter:
                 self.interpreter = None
-        self.exec = None
+        self.forget(now)
         self.send(
             b'{"op":"done","id":%d,"status":%d,"out_bytes":%d,"err_bytes":%d,"overflow":%s,"lost":%s}'
             % (
@@ -555,6 +646,8 @@ class Agent:
             data = os.read(fd, PIECE)
         except BlockingIOError:
             return 0
+        except OSError:  # a pseudo-terminal that nobody has open any more: EIO, as tty_ioctl(4) has it
+            data = b""
         if not data:  # every writer closed it: from here poll() would only spin
             os.close(fd)
             if index:
@@ -573,12 +666,27 @@ class Agent:
             self.send(b'{"op":"err","id":%d}' % now.ident if index else b'{"op":"out","id":%d}' % now.ident, passed)
         return len(data)
 
+    def forward_display(self, now: Exec) -> int:
+        """Read one piece of displays and pass on what the budget has left; the number of bytes read."""
+        try:
+            data = os.read(now.display, PIECE)
+        except BlockingIOError:
+            return 0
+        passed = data[: now.display_budget]
+        now.display_budget -= len(passed)
+        if passed:
+            self.send(b'{"op":"display","id":%d}' % now.ident, passed)
+        if not data or len(passed) < len(data):  # nobody writes any more, or nobody may
+            os.close(now.display)
+            now.display = -1
+        return len(data)
+
     def ask_stdin(self, now: Exec) -> None:
         self.send(b'{"op":"stdin","id":%d}' % now.ident)
 
     def on_stdin(self, header: dict[str, Any], body: bytes) -> None:
-        now = self.exec
-        if now is None or now.ident != header.get("id") or now.process is None:
+        now = self.find(header.get("id"))
+        if now is None or now.process is None:
             return  # it crossed our "done"
         now.stdin = memoryview(body)
         now.stdin_more = header.get("more") is True
@@ -600,21 +708,39 @@ class Agent:
                 return
         if now.stdin_more:
             self.ask_stdin(now)
+        elif now.rows and now.wants_stdin:  # the end of a terminal's input is a character, VEOF of termios(3)
+            now.wants_stdin = False
+            now.stdin = memoryview(b"\x04")
+            self.feed_stdin(now)
         else:
             process.close_stdin()
 
     def on_interrupt(self, header: dict[str, Any], body: bytes) -> None:
-        if self.exec is not None and self.exec.process is not None:
+        if self.exec is not None:
+            self.signal_group(self.exec, _signal.SIGINT)
+
+    def on_signal(self, header: dict[str, Any], body: bytes) -> None:
+        now, number = self.find(header.get("id")), _integer(header, "number")
+        if now is not None and 0 < number < _signal.NSIG:
+            self.signal_group(now, number)
+
+    def signal_group(self, now: Exec, number: int) -> None:
+        if now.process is not None:
             try:
-                os.killpg(self.exec.process.pid, signal.SIGINT)
+                os.killpg(now.process.pid, number)
             except OSError:
                 pass
+
+    def on_resize(self, header: dict[str, Any], body: bytes) -> None:
+        now = self.find(header.get("id"))
+        if now is not None and now.process is not None and now.rows:
+            set_terminal_size(now.process.out, *_size(header))
 
     def fork_interpreter(self) -> Process:
         """A child that waits for a program on its private socket. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
-            process = self.fork(theirs.fileno(), b"", b"", ours)
+            process = self.fork(theirs.fileno(), ours)
         except OSError:
             ours.close()
             raise
@@ -623,11 +749,43 @@ class Agent:
         ours.setblocking(False)
         return process
 
-    def fork_command(self, env: bytes, arguments: bytes) -> Process:
-        """A child that executes ``arguments`` in the work folder. Raises OSError."""
-        return self.fork(-1, env, arguments, None)
+    def fork_command(self, now: Exec, env: bytes, folder: bytes, arguments: bytes) -> Process:
+        """A child that executes ``arguments`` in ``folder``, which is below the work folder. Raises OSError."""
+        if now.rows:
+            return self.fork_on_terminal(now, env, folder, arguments)
+        return self.fork(-1, None, env, folder, arguments)
 
-    def fork(self, socket_fd: int, env: bytes, arguments: bytes, sock: socket.socket | None) -> Process:
+    def fork_on_terminal(self, now: Exec, env: bytes, folder: bytes, arguments: bytes) -> Process:
+        """The same on a pseudo-terminal of its own. Raises OSError: there may be none here."""
+        ours, theirs = os.openpty()
+        stdin = os.dup(ours)
+        try:
+            set_terminal_size(ours, now.rows, now.columns)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    become_program((theirs, theirs, theirs), -1, self.workdir, terminal=True)
+                    execute(env, folder, arguments)
+                finally:
+                    os._exit(EXIT_LOST)
+        except OSError:
+            os.close(ours)
+            os.close(stdin)
+            raise
+        finally:
+            os.close(theirs)
+        for fd in (ours, stdin):
+            os.set_blocking(fd, False)
+        return Process(pid, stdin, ours, -1, None)
+
+    def fork(
+        self,
+        socket_fd: int,
+        sock: socket.socket | None,
+        env: bytes = b"",
+        folder: bytes = b"",
+        arguments: bytes = b"",
+    ) -> Process:
         ends: list[int] = []
         try:
             for _ in range(3):
@@ -645,7 +803,7 @@ class Agent:
                     sock.detach()  # its number is closed or is another's by now
                     interpret()
                 else:
-                    execute(env, arguments)
+                    execute(env, folder, arguments)
             finally:
                 os._exit(EXIT_LOST)
         for fd in (stdin_r, out_w, err_w):
@@ -684,7 +842,8 @@ class Agent:
 
     def on_list(self, header: dict[str, Any], body: bytes) -> None:
         try:
-            listing, truncated = list_files(self.workdir, min(_integer(header, "count"), LIST_COUNT_MAX))
+            path = _split_path(header, body)[0] if "path_bytes" in header else []
+            listing, truncated = list_files(self.workdir, min(_integer(header, "count"), LIST_COUNT_MAX), path)
         except OSError as error:
             self.reply_error(header, error)
             return
@@ -696,6 +855,36 @@ class Agent:
         try:
             path, _ = _split_path(header, body)
             remove(self.workdir, path)
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            self.reply(header)
+
+    def on_stat(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, _ = _split_path(header, body)
+            info = stat_file(self.workdir, path)
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            kind = "file" if stat.S_ISREG(info.st_mode) else "folder" if stat.S_ISDIR(info.st_mode) else "other"
+            when = max(int(info.st_mtime), 0)
+            self.reply(header, size=info.st_size, kind=kind, mtime=when, mode=stat.S_IMODE(info.st_mode))
+
+    def on_mkdir(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, _ = _split_path(header, body)
+            os.close(open_folder(self.workdir, path, create=True))
+        except OSError as error:
+            self.reply_error(header, error)
+        else:
+            self.reply(header)
+
+    def on_rename(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            path, rest = _split_path(header, body)
+            target, _ = _split_path({"path_bytes": _integer(header, "to_bytes")}, rest)
+            rename(self.workdir, path, target)
         except OSError as error:
             self.reply_error(header, error)
         else:
@@ -725,7 +914,8 @@ def _end(agent: Agent | None, write_fd: int, message: bytes) -> NoReturn:
         if os.getpid() == 1:
             os.kill(-1, signal.SIGKILL)
         elif agent is not None:
-            for process in (agent.interpreter, agent.exec.process if agent.exec else None):
+            programs = ([agent.exec] if agent.exec else []) + list(agent.background.values())
+            for process in (agent.interpreter, *(now.process for now in programs)):
                 if process is not None:
                     process.kill()
         if message:
@@ -774,6 +964,11 @@ def _integer(header: dict[str, Any], name: str) -> int:
     return value
 
 
+def _size(header: dict[str, Any]) -> tuple[int, int]:
+    """A terminal's rows and columns, for the 16 bits that each has there."""
+    return _integer(header, "rows") & 0xFFFF, _integer(header, "columns") & 0xFFFF
+
+
 def _json_bool(value: bool) -> bytes:
     return b"true" if value else b"false"
 
@@ -809,6 +1004,11 @@ if sys.platform == "linux":
         """Where we are not PID 1, orphans still become our children, so that they are reaped."""
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    def set_terminal_size(fd: int, rows: int, columns: int) -> None:
+        """Tell a terminal its size. Without the module fcntl: what is imported now may be a program's file."""
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        ctypes.CDLL(None).ioctl(fd, ctypes.c_ulong(TIOCSWINSZ), size)
+
 else:
 
     def make_undumpable() -> None: ...
@@ -816,6 +1016,8 @@ else:
     def make_dumpable() -> None: ...
 
     def adopt_orphans() -> None: ...
+
+    def set_terminal_size(fd: int, rows: int, columns: int) -> None: ...
 
 
 # --- files, resolved component by component from a descriptor, following no link -------------------------------------
@@ -889,12 +1091,17 @@ def read_file(workdir: int, path: list[bytes], offset: int, length: int) -> tupl
         os.close(fd)
 
 
-def list_files(workdir: int, count: int) -> tuple[bytes, bool]:
-    """At most ``count`` entries as ``kind size SPACE path NUL``, and whether there was more. Raises OSError."""
+def list_files(workdir: int, count: int, path: list[bytes] | None = None) -> tuple[bytes, bool]:
+    """At most ``count`` entries below ``path`` as ``kind size SPACE path NUL``, and whether there was more.
+
+    Raises OSError.
+    """
     out = bytearray()
     entries = 0
     truncated = False
-    folders: list[list[bytes]] = [[]]
+    if path:
+        os.close(open_folder(workdir, path))
+    folders: list[list[bytes]] = [path or []]
     while folders:
         parts = folders.pop()
         try:
@@ -961,6 +1168,28 @@ def remove(workdir: int, path: list[bytes]) -> None:
         os.close(parent)
 
 
+def stat_file(workdir: int, path: list[bytes]) -> os.stat_result:
+    """What is at ``path``, a link itself and not what it points to. Raises OSError."""
+    folder = open_folder(workdir, path[:-1])
+    try:
+        return os.stat(path[-1], dir_fd=folder, follow_symlinks=False)
+    finally:
+        os.close(folder)
+
+
+def rename(workdir: int, path: list[bytes], target: list[bytes]) -> None:
+    """Move a file or a folder, making the target's folders. Raises OSError."""
+    source_folder = open_folder(workdir, path[:-1])
+    try:
+        target_folder = open_folder(workdir, target[:-1], create=True)
+        try:
+            os.rename(path[-1], target[-1], src_dir_fd=source_folder, dst_dir_fd=target_folder)
+        finally:
+            os.close(target_folder)
+    finally:
+        os.close(source_folder)
+
+
 def _removed(name: bytes, folder: int) -> bool:
     """Remove a file or an empty folder; False if it is a folder that is not empty. Raises OSError."""
     try:
@@ -978,7 +1207,7 @@ def _removed(name: bytes, folder: int) -> bool:
 # --- in the forked child ---------------------------------------------------------------------------------------------
 
 
-def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int) -> None:
+def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int, terminal: bool = False) -> None:
     """Leave the agent behind: its session, signals, descriptors and protection."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
@@ -988,6 +1217,8 @@ def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int) ->
     os.umask(0o022)
     for number, fd in enumerate(pipes):
         os.dup2(fd, number)
+    if terminal:  # without O_NOCTTY the first terminal that a session leader opens becomes its own (tty_ioctl(4))
+        os.close(os.open(os.ttyname(0), os.O_RDWR))
     if socket_fd >= 0:
         os.dup2(socket_fd, 3, inheritable=False)
     os.closerange(4 if socket_fd >= 0 else 3, max(os.sysconf("SC_OPEN_MAX"), 1024))
@@ -1002,11 +1233,17 @@ def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int) ->
         pass
 
 
-def execute(env: bytes, arguments: bytes) -> NoReturn:
+def execute(env: bytes, folder: bytes, arguments: bytes) -> NoReturn:
     """Become the command; 127 if it is not found, 126 if it cannot be started, as a shell says."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python ignores the first two for itself
         signal.signal(number, signal.SIG_DFL)
     argv = arguments.split(b"\0")[:-1]
+    try:
+        if folder:
+            os.chdir(folder)
+    except (OSError, ValueError) as error:
+        os.write(2, b"%b: %b\n" % (folder, str(error).encode()))
+        os._exit(126)
     try:
         os.execvpe(argv[0], argv, _environment(env))
     except (OSError, ValueError, IndexError) as error:
@@ -1018,14 +1255,16 @@ def execute(env: bytes, arguments: bytes) -> NoReturn:
 
 def interpret() -> NoReturn:
     """Be the interpreter: run the programs that come over descriptor 3."""
-    main_module = fresh_interpreter()
-    namespace = main_module.__dict__
+    modules = {"": fresh_interpreter()}
     private = socket.socket(fileno=3)
     pid = os.getpid()
     handler: Any = _signal.default_int_handler
+    tools: dict[str, Any] | None = None
     first = True
     while True:
-        number, last, name, env, code, stdin_fd = _receive(private)
+        request = _receive(private)
+        number, last, name, context, env, code = request[:6]
+        helper, display_bytes, stdin_fd, display_fd = request[6:]
         if stdin_fd >= 0:
             os.dup2(stdin_fd, 0)
             os.close(stdin_fd)
@@ -1038,8 +1277,18 @@ def interpret() -> NoReturn:
                 time.tzset()
         if last:
             private.close()
+        if context or len(modules) > 1:
+            if context not in modules:
+                modules[context] = types.ModuleType("__main__")
+                modules[context].__dict__["__builtins__"] = builtins
+            sys.modules["__main__"] = modules[context]
+        namespace = {"__builtins__": builtins} if rehearsal else modules[context].__dict__
+        if display_fd >= 0:
+            if tools is None:
+                tools = load_tools(helper)
+            tools["open_channel"](display_fd, display_bytes)
         try:
-            status = run_code(code, name, {"__builtins__": builtins} if rehearsal else namespace, handler)
+            status = run_code(code, name, namespace, handler, tools if display_fd >= 0 else None)
             handler = _signal.getsignal(_signal.SIGINT)
             _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
         except KeyboardInterrupt:  # it came between the program's end and ours
@@ -1048,6 +1297,8 @@ def interpret() -> NoReturn:
         if last or os.getpid() != pid:  # a fork of the program's own that ran to the program's end
             os._exit(finalize(status, namespace))
         _flush_standard_streams()
+        if display_fd >= 0 and tools is not None:
+            tools["close_channel"]()
         if rehearsal:
             del linecache.cache[name]
             os.environ.clear()
@@ -1055,27 +1306,42 @@ def interpret() -> NoReturn:
         private.sendall(DONE.pack(b"fh", number, status))
 
 
-def _receive(private: socket.socket) -> tuple[int, bool, str, bytes, bytes, int]:
-    """The next request and its new stdin (or -1). Ends the process when the agent is gone."""
-    data, rights, _, _ = private.recvmsg(PIECE, socket.CMSG_SPACE(4))
+def load_tools(text: bytes) -> dict[str, Any]:
+    """The names of :mod:`fumehood.guest.displays`, whose text the host has sent."""
+    tools: dict[str, Any] = {"__name__": "fumehood.guest.displays", "__builtins__": builtins}
+    exec(compile(text, "<fumehood>", "exec", 0, True), tools)
+    return tools
+
+
+def _receive(private: socket.socket) -> tuple[int, bool, str, str, bytes, bytes, bytes, int, int, int]:
+    """The next request: number, whether it is the last, name, context, environment, code, helper, bytes of displays,
+    and the descriptors of a new stdin and of the displays, or -1. Ends the process when the agent is gone."""
+    data, rights, _, _ = private.recvmsg(PIECE, socket.CMSG_SPACE(8))
     got = bytearray(data)
-    stdin_fd = struct.unpack("i", rights[0][2][:4])[0] if rights else -1
-    size = REQUEST.size
-    known = False
-    while len(got) < size or not known:
-        if len(got) >= REQUEST.size and not known:
-            number, last, name_bytes, env_bytes, code_bytes = REQUEST.unpack_from(got)
-            size += name_bytes + env_bytes + code_bytes
-            known = True
-            continue
-        more = private.recv(min(size - len(got), 1 << 20)) if data else b""
-        if not more:
-            os._exit(0)
-        got += more
-    name_end = REQUEST.size + name_bytes
-    env_end = name_end + env_bytes
-    name = got[REQUEST.size : name_end].decode()
-    return number, bool(last), name, bytes(got[name_end:env_end]), bytes(got[env_end:]), stdin_fd
+    given = list(struct.unpack(f"{len(rights[0][2]) // 4}i", rights[0][2])) if rights else []
+    while len(got) < REQUEST.size:
+        got += _receive_more(private, REQUEST.size - len(got))
+    number, flags, *lengths, display_bytes = REQUEST.unpack_from(got)
+    size = REQUEST.size + sum(lengths)
+    while len(got) < size:
+        got += _receive_more(private, min(size - len(got), 1 << 20))
+    fields = []
+    start = REQUEST.size
+    for length in lengths:
+        fields.append(bytes(got[start : start + length]))
+        start += length
+    name, context, env, helper, code = fields
+    stdin_fd = given.pop(0) if flags & NEW_STDIN else -1
+    display_fd = given.pop(0) if flags & DISPLAYS else -1
+    last = bool(flags & LAST)
+    return number, last, name.decode(), context.decode(), env, code, helper, display_bytes, stdin_fd, display_fd
+
+
+def _receive_more(private: socket.socket, size: int) -> bytes:
+    more = private.recv(size)
+    if not more:
+        os._exit(0)
+    return more
 
 
 def _environment(block: bytes) -> dict[bytes, bytes]:
@@ -1171,16 +1437,28 @@ def restore_site_builtins() -> None:
         builtins.help = _sitebuiltins._Helper()
 
 
-def run_code(source: bytes, name: str, namespace: dict[str, Any], handler: Any) -> int:
-    """Compile and run a program as ``name``; its exit code. Only BaseException of our own making gets out."""
+def run_code(
+    source: bytes, name: str, namespace: dict[str, Any], handler: Any, tools: dict[str, Any] | None = None
+) -> int:
+    """Compile and run a program as ``name``; its exit code. Only BaseException of our own making gets out.
+
+    With ``tools`` (see :func:`load_tools`) its last value and its figures are displayed.
+    """
     lines = source.decode("utf-8", "replace").splitlines(True)
     linecache.cache[name] = (len(source), None, lines, name)
     try:
         _signal.signal(_signal.SIGINT, handler)
-        exec(compile(source, name, "exec", 0, True), namespace)
+        if tools is None:
+            exec(compile(source, name, "exec", 0, True), namespace)
+        else:
+            tools["run"](source, name, namespace)
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:
+        if tools is not None:
+            tools["keep_user_frames"](error)
+        elif error.__traceback__ is not None:
+            error.__traceback__ = error.__traceback__.tb_next
         show(error)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
@@ -1202,15 +1480,13 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def show(error: BaseException) -> None:
-    """Print an uncaught exception as the interpreter would, from the program's first line on."""
-    trace = error.__traceback__
-    error.__traceback__ = trace = trace.tb_next if trace is not None else None
+    """Print an uncaught exception as the interpreter would."""
     try:
         if sys.excepthook is sys.__excepthook__:
             # The built-in hook, written in C, looks for source in files only, and ours is in linecache.
             traceback.print_exception(error)
         else:
-            sys.excepthook(type(error), error, trace)
+            sys.excepthook(type(error), error, error.__traceback__)
     except BaseException:
         try:
             os.write(2, b"Error in sys.excepthook\n")

@@ -114,9 +114,7 @@ class WorkerGuest:
         """Start the runtime, so that the first program finds it warm."""
         raise NotImplementedError
 
-    def program(
-        self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output
-    ) -> Header:
+    def program(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
         """Run a program to its end: fields of ``done``, ``status`` and ``lost`` at least."""
         raise NotImplementedError
 

@@ -72,6 +72,28 @@ class Counters:
             os.close(self._fds.popitem()[1])
 
 
+class TreeCounters:
+    """The same where no cgroup counts: a walk over the process tree of ``pid``, an estimate (see ``tree_usage``)."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.cpu_s: float | None = None
+        self.peak_bytes: int | None = None
+        self.resident_bytes = 0
+        self.oom_kills = 0  # counted by whoever kills for it
+
+    def read(self) -> None:
+        """Take the figures of now; those of before stay where the processes are gone."""
+        used = process.tree_usage(self._pid)
+        if used.count:
+            self.resident_bytes = used.resident_bytes
+            self.cpu_s = max(self.cpu_s or 0.0, used.cpu_s)
+            self.peak_bytes = max(self.peak_bytes or 0, used.resident_bytes)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _membership(pid: int) -> dict[str, str]:
     """The cgroup of ``pid`` by controller, "" for v2 (cgroups(7))."""
     own = {}
@@ -83,14 +105,27 @@ def _membership(pid: int) -> dict[str, str]:
     return own
 
 
-def belongs_to(pid: int, ident: str) -> bool:
-    """Whether the cgroup of ``pid``, as this host has it, names the container ``ident``.
-
-    An engine in a virtual machine, or outside of our PID namespace, tells pids that mean another process here.
-    """
+def in_cgroup_of(pid: int, ident: str) -> bool:
+    """Whether the cgroup of ``pid``, as this host has it, names the container ``ident``."""
     try:
         return any(ident in path for path in _membership(pid).values())
     except OSError:
+        return False
+
+
+def belongs_to(pid: int, ident: str) -> bool:
+    """Whether ``pid`` is a process of the container ``ident`` here: its cgroup or its parent's command line names it.
+
+    An engine in a virtual machine, or outside of our PID namespace, tells pids that mean another process here. The
+    parent of a container's first process is its monitor (conmon, containerd-shim), which is started with its id.
+    """
+    if in_cgroup_of(pid, ident):
+        return True
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        parent = int(status.partition("\nPPid:")[2].split(None, 1)[0])
+        return ident.encode() in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError, IndexError):
         return False
 
 

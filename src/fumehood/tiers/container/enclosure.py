@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 
 from fumehood.errors import OutcomeUnknownError
 from fumehood.images.engine import Engine, EngineError, EngineGoneError
 from fumehood.linux import process
 from fumehood.tiers.container import owners
-from fumehood.tiers.container.counters import Counters, belongs_to
+from fumehood.tiers.container.counters import Counters, TreeCounters, belongs_to, in_cgroup_of
 from fumehood.tiers.container.stream import Pump
 
 _DEATH_TIMEOUT_S = 30.0
+_POLL_S = 0.05
 
 
 class ContainerEnclosure:
@@ -22,7 +24,8 @@ class ContainerEnclosure:
     Made as soon as the container exists, so that whatever happens next can be undone by :meth:`discard`.
     """
 
-    def __init__(self, engine: Engine, ident: str) -> None:
+    def __init__(self, engine: Engine, ident: str, forget: Callable[[ContainerEnclosure], object]) -> None:
+        self._forget = forget
         self.engine = engine
         self.ident = ident
         self.pump: Pump | None = None
@@ -30,9 +33,10 @@ class ContainerEnclosure:
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
         self._death: asyncio.Future[None] = self._loop.create_future()
-        self._counters: Counters | None = None
+        self._counters: Counters | TreeCounters | None = None
+        self._poller: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[None] | None = None
-        self._released = False
+        self._releasing: asyncio.Task[None] | None = None
 
     def see(self, pid: int) -> bool:
         """Take hold of the container's first process, its cgroup and its work folder; whether they are this host's.
@@ -46,7 +50,7 @@ class ContainerEnclosure:
             try:
                 if not belongs_to(pid, self.ident):  # the pid may have changed hands before it was opened
                     raise ProcessLookupError
-                self._counters = Counters(pid)
+                self._counters = Counters(pid) if in_cgroup_of(pid, self.ident) else TreeCounters(pid)
             except BaseException:
                 os.close(pidfd)
                 raise
@@ -61,6 +65,20 @@ class ContainerEnclosure:
             return False
         return True
 
+    def poll_memory(self, memory_bytes: int) -> None:
+        """Stand in for a memory cgroup: look at all processes every 50 ms and kill when they hold more together."""
+        if isinstance(self._counters, TreeCounters):
+            self._poller = self._loop.create_task(self._poll(self._counters, memory_bytes))
+
+    async def _poll(self, counters: TreeCounters, memory_bytes: int) -> None:
+        while not self._death.done():
+            counters.read()
+            if counters.resident_bytes > memory_bytes:
+                counters.oom_kills += 1
+                self.kill()
+                return
+            await asyncio.sleep(_POLL_S)
+
     def _died(self) -> None:
         # A pidfd is readable when the process has exited, and PID 1 of a namespace exits last of all in it.
         self._loop.remove_reader(self._pidfd)
@@ -69,6 +87,8 @@ class ContainerEnclosure:
 
     def kill(self) -> None:
         """SIGKILL to the first process, and with it to all in its PID namespace; the engine is asked as well."""
+        if self._releasing is not None:
+            return
         if self._counters is not None:
             self._counters.read()
         killed = False
@@ -129,12 +149,16 @@ class ContainerEnclosure:
         await self.release()
 
     async def release(self) -> None:
-        """Close everything here and have the engine remove the container."""
-        if self._released:
-            return
-        self._released = True
+        """Close everything here and have the engine remove the container. Whoever calls waits until that is done."""
+        if self._releasing is None:
+            self._releasing = self._loop.create_task(self._release())
+        await asyncio.shield(self._releasing)
+
+    async def _release(self) -> None:
         if self.pump is not None:
             self.pump.close()
+        if self._poller is not None:
+            self._poller.cancel()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -148,3 +172,4 @@ class ContainerEnclosure:
             await self._killing
         with contextlib.suppress(EngineError, EngineGoneError):  # then `fumehood prune` or the next start removes it
             await owners.remove(self.engine, self.ident)
+        self._forget(self)

@@ -26,6 +26,8 @@ _NAMESPACES = {
 _SCRATCH = (WORK, TMP, SHM)
 #: Mounts that a runtime makes writable and the sandbox's user cannot write to, or whose use its rlimits forbid.
 _RUNTIME_MOUNTS = ("/proc", "/dev", "/dev/pts", "/dev/mqueue", "/dev/console")
+#: Bound one by one from the host where a user namespace cannot make them.
+_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty"))
 
 
 class Reading:
@@ -59,6 +61,8 @@ def kernel_view(reading: Reading, pid: int, *, own_kernel: bool) -> None:
         reading.take(name, theirs[kind] != own[kind], theirs[kind], "a namespace of its own")
     uid = status["Uid"][0]
     reading.take("uid", uid != 0 and status["Uid"] == (uid,) * 4, uid, "setresuid(2) by the runtime")
+    if theirs["user"] != own["user"]:
+        reading.take("user_ns", True, theirs["user"], "a namespace of its own")
     sets = [status[key] for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
     reading.take("capabilities", not any(sets), "none" if not any(sets) else f"{max(sets):x}", "all dropped")
     reading.take("no_new_privs", status["NoNewPrivs"] == 1, status["NoNewPrivs"], "PR_SET_NO_NEW_PRIVS")
@@ -93,7 +97,7 @@ def mounts_view(reading: Reading, pid: int, policy: Policy, targets: tuple[str, 
 
 def _harmless(mount: process.MountInfo) -> bool:
     """A mount that is not read-only and leads nowhere: the runtime's own, or /dev/null over a masked file."""
-    return mount.mount_point in _RUNTIME_MOUNTS or (mount.root == "/null" and mount.mount_point.startswith("/proc/"))
+    return mount.mount_point in (*_RUNTIME_MOUNTS, *_DEVICES) or (mount.root == "/null" and mount.mount_point.startswith("/proc/"))
 
 
 def engine_view(reading: Reading, inspected: dict[str, Any], policy: Policy, hard: tuple[str, ...]) -> None:

@@ -140,7 +140,8 @@ class Container:
 
     policy: Policy
     image: str
-    user: int
+    user: int  # 0 only where a rootless engine maps no other: it is this user outside, without capabilities
+    held: tuple[str, ...]  # the limits that the engine's control groups can hold
     owner: str
     runtime: str | None  # the engine's default if None
     binds: tuple[tuple[str, str], ...]  # host folder, folder inside: read-only
@@ -209,6 +210,11 @@ def podman_body(wanted: Container) -> dict[str, Any]:
     """
     limits = wanted.policy.limits
     period_us = 100_000
+    groups = {
+        "memory": {"limit": limits.memory_bytes, "swap": limits.memory_bytes},
+        "cpu": {"quota": max(int(limits.cpus * period_us), 1000), "period": period_us},
+        "pids": {"limit": limits.pids + 1},
+    }
     return {
         "image": wanted.image,
         "entrypoint": _COMMAND,
@@ -241,11 +247,7 @@ def podman_body(wanted: Container) -> dict[str, Any]:
                 for source, target in wanted.binds
             ),
         ],
-        "resource_limits": {
-            "memory": {"limit": limits.memory_bytes, "swap": limits.memory_bytes},
-            "cpu": {"quota": max(int(limits.cpus * period_us), 1000), "period": period_us},
-            "pids": {"limit": limits.pids + 1},
-        },
+        "resource_limits": {name: value for name, value in groups.items() if name in wanted.held},
         "r_limits": [{"type": name.upper(), "soft": v, "hard": v} for name, v in _ulimits(limits)],
         "log_configuration": {"driver": "none"},
         **({"oci_runtime": wanted.runtime} if wanted.runtime is not None else {}),

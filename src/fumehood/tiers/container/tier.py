@@ -54,6 +54,7 @@ class ContainerTier:
             environments=True,
             mounts=True,
         )
+        self._live: set[ContainerEnclosure] = set()
         self._service: Service | None = None
         self._host: Host | None = None
         self._profile: tempfile._TemporaryFileWrapper[str] | None = None
@@ -93,7 +94,8 @@ class ContainerTier:
         wanted = spec.Container(
             policy=policy,
             image=host.image,
-            user=_UID_ROOTLESS if host.rootless else _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT),
+            user=host.user(),
+            held=host.hard,
             owner=owners.ours(),
             runtime=self.runtime,
             binds=(*_mounts(policy), *packages),
@@ -101,7 +103,8 @@ class ContainerTier:
         )
         create, body = _SPELLINGS[self.name]
         made = await engine.call("POST", create, body=body(wanted))
-        enclosure = ContainerEnclosure(engine, str(made["Id"]))
+        enclosure = ContainerEnclosure(engine, str(made["Id"]), self._live.discard)
+        self._live.add(enclosure)
         try:
             pump = enclosure.pump = Pump(*await self._start(engine, enclosure.ident))
             await pump.send(payload.message(python=version, rlimits=rlimits, preload=policy.preload))
@@ -116,6 +119,8 @@ class ContainerTier:
                     remedy="use an engine that runs on this host and belongs to this user, or run as root",
                 )
             receipt = self._receipt(pid, inspected, policy, host, rlimits, report)
+            if "memory" not in host.hard:
+                enclosure.poll_memory(policy.limits.memory_bytes)
             return GuestSandbox(Channel(*pump.take()), enclosure, policy, receipt, env=spec.ENV)
         except BaseException as error:
             await asyncio.shield(enclosure.discard())
@@ -214,7 +219,8 @@ class ContainerTier:
         return StartError(f"the engine refused: {text}", tier=self.name)
 
     async def close(self) -> None:
-        """Let go of the engine, ending a service that was started for it. Idempotent."""
+        """End what runs and let go of the engine, ending a service that was started for it. Idempotent."""
+        await asyncio.gather(*(enclosure.discard() for enclosure in list(self._live)))
         if self._profile is not None:
             self._profile.close()
             self._profile = None
@@ -260,15 +266,25 @@ class Host:
             str(c.get("Name", "")): str(c.get("Version", "")) for c in version.get("Components") or () if c
         }
         options = [str(o) for o in info.get("SecurityOptions") or ()]
-        self.rootless = any("rootless" in o for o in options)
-        self.remapped = any("userns" in o for o in options)
+        own = info.get("libpod") or {}
+        self.rootless = any("rootless" in o for o in options) or bool((own.get("security") or {}).get("rootless"))
+        ranges = (own.get("idMappings") or {}).get("uidmap") or ()
+        self.ids = sum(int(r.get("size", 0)) for r in ranges) if ranges else 65536
+        # Without delegated control groups (cgroup v1) rootless Podman holds none of them.
+        grouped = not (self.rootless and own.get("cgroupVersion") == "v1")
         self.hard = (
-            *(("memory",) if info.get("MemoryLimit") and info.get("SwapLimit", True) else ()),
-            *(("pids",) if info.get("PidsLimit") else ()),
-            *(("cpu",) if info.get("CpuCfsQuota") else ()),
+            *(("memory",) if grouped and info.get("MemoryLimit") and info.get("SwapLimit", True) else ()),
+            *(("pids",) if grouped and info.get("PidsLimit") else ()),
+            *(("cpu",) if grouped and info.get("CpuCfsQuota") else ()),
             "disk",
         )
         self.notes = advice.notes(word, self.version, self.components)
+
+    def user(self) -> int:
+        """The id for a container's processes: one of its own, or what a rootless engine can map."""
+        if not self.rootless:
+            return _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT)
+        return _UID_ROOTLESS if self.ids > _UID_ROOTLESS else 0
 
     def describe(self) -> str:
         """For a receipt: the engine, its mode and the kernel below."""
@@ -280,6 +296,8 @@ class Host:
 async def learn(engine: Engine, image: str | None, runtime: str | None) -> Host:
     """Ask the engine. Raises EngineError, EngineGoneError, UnavailableError (no image, no such runtime)."""
     info = await engine.call("GET", "/info")
+    if engine.word == "podman":
+        info["libpod"] = (await engine.call("GET", "/v4.0.0/libpod/info")).get("host") or {}
     version = await engine.call("GET", "/version")
     known = info.get("Runtimes") or {}
     if engine.word == "docker" and runtime is not None and runtime not in known:

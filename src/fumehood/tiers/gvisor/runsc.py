@@ -61,6 +61,7 @@ def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str)
         f"--platform={platform}",
         "--network=none",
         "--ignore-cgroups",
+        *(["--rootless"] if os.geteuid() else []),
         "--oci-seccomp",
         "--file-access-mounts=exclusive",
         "--log=/dev/null",

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,6 +68,7 @@ class GvisorTier:
     def __init__(self, *, image: str | None = None) -> None:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
+        self._live: set[GvisorEnclosure] = set()
         self._swept = False
         self._opening = asyncio.Lock()
 
@@ -89,7 +91,7 @@ class GvisorTier:
                 remedy=probe.remedy or _build(self.image),
             )
         tree = await self._tree()
-        return await _create(policy, image, _Host.runsc(), _Host.platform, tree)
+        return await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
 
     async def _tree(self) -> Hierarchy | None:
         async with self._opening:
@@ -102,7 +104,11 @@ class GvisorTier:
             return self._hierarchy
 
     async def close(self) -> None:
-        """Remove this tier's cgroups, and kill what is left in them. Idempotent."""
+        """End what runs, and remove this tier's cgroups. Idempotent."""
+        running = list(self._live)
+        for enclosure in running:
+            enclosure.kill()
+        await asyncio.gather(*(enclosure.wait_dead() for enclosure in running))
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await asyncio.to_thread(tree.close)
@@ -119,8 +125,9 @@ class GvisorEnclosure(PidfdEnclosure):
         child: subprocess.Popen[bytes],
         control: socket.socket,
         folder: str,
+        forget: Callable[[GvisorEnclosure], object],
     ) -> None:
-        super().__init__(pid, pidfd, group, cpu_after_death=self._used)
+        super().__init__(pid, pidfd, group, cpu_after_death=self._used, forget=lambda: forget(self))
         self._child = child
         self._control = control
         self._folder = folder
@@ -157,7 +164,14 @@ class GvisorEnclosure(PidfdEnclosure):
         remove_tree(self._folder)
 
 
-async def _create(policy: Policy, image: Image, program: Runsc, platform: str, tree: Hierarchy | None) -> GuestSandbox:
+async def _create(
+    policy: Policy,
+    image: Image,
+    program: Runsc,
+    platform: str,
+    tree: Hierarchy | None,
+    live: set[GvisorEnclosure],
+) -> GuestSandbox:
     """One sandbox under ``platform``. Raises StartError, PolicyError; nothing is left then."""
     hard = tree.hard if tree is not None else ()
     binds, version = _binds(policy, image)
@@ -179,7 +193,8 @@ async def _create(policy: Policy, image: Image, program: Runsc, platform: str, t
             child.kill()
             child.wait()
             raise
-        enclosure = GvisorEnclosure(pid, pidfd, group, child, control, folder)
+        enclosure = GvisorEnclosure(pid, pidfd, group, child, control, folder, live.discard)
+        live.add(enclosure)
         enclosure.stderr = os.dup(stderr)
         if group is not None:
             group.add(pid)
@@ -226,7 +241,7 @@ def _plan(
     os.mkdir(scratch)
     os.mkdir(state)
     root = os.geteuid() == 0
-    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, bundle.UID if root else 0)
+    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, _guest_uid())
     Path(folder, "config.json").write_text(json.dumps(text))
     ident = f"fumehood-{secrets.token_hex(8)}"
     return {
@@ -238,6 +253,11 @@ def _plan(
         "argv": runsc.command(program, platform, state=state, bundle=folder, ident=ident),
         "env": {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": folder, "TMPDIR": folder},
     }
+
+
+def _guest_uid() -> int:
+    """An ordinary user can map no id but its own, which runsc makes 0; it has no capabilities inside either way."""
+    return bundle.UID if os.geteuid() == 0 else 0
 
 
 def _launch(plan: dict[str, Any], channel: socket.socket, stderr: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -337,6 +357,7 @@ def _receipt(
     reading.take("network", True, "none", "runsc --network=none, in an empty network namespace")
     reading.take("seccomp", True, "our allow-list", "runsc --oci-seccomp: the Sentry filters the guest")
     reading.take("capabilities", True, "none", "runsc: the guest's sets are empty")
+    reading.take("uid", True, _guest_uid(), "inside; outside, the user who started it or fewer rights")
     reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
@@ -434,7 +455,7 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
 
     async def attempt() -> None:
         async with asyncio.timeout(_TRY_TIMEOUT_S):
-            sandbox = await _create(Policy(), image, program, platform, None)
+            sandbox = await _create(Policy(), image, program, platform, None, set())
         await sandbox.close()
 
     def work() -> None:  # this thread may have a running loop

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import pydantic_monty
+
 from fumehood.guest.agent import BODY_MAX, EXIT_INTERRUPTED
 from fumehood.tiers import worker_guest
 from fumehood.tiers.interpreter.unsupported import unsupported
@@ -76,9 +77,7 @@ class InterpreterGuest(WorkerGuest):
         self.session.__enter__()
         self.session.feed_run("sum([i * i for i in range(10)])")
 
-    def program(
-        self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output
-    ) -> Header:
+    def program(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
         """See :class:`WorkerGuest`."""
         self.tools.ident = header["id"]
         done: Header = {"status": 0, "lost": False}

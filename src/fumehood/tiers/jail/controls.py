@@ -185,6 +185,9 @@ def seal(box: Box) -> None:
     if box.root != "/":
         # The rest of the zygote's root is let go of, with the Python in it: what serves has imported what it needs.
         mount(box.root, box.root, None, MS_BIND | MS_REC)
+        # Only where one is visible may another /proc be mounted (mount_too_revealing() in fs/namespace.c), as "proc"
+        # does below, on top of this one.
+        mount("proc", f"{box.root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         pivot_to(box.root)
     for name, _, apply in SEAL:
         if name not in box.disabled:

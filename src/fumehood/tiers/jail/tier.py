@@ -73,7 +73,7 @@ class JailTier:
         self._cgroups = cgroups
         self._hierarchy: Hierarchy | None = None
         self._zygotes: dict[Key, Zygote] = {}
-        self._starting = asyncio.Lock()
+        self._starting: dict[Key, asyncio.Task[Zygote]] = {}
         self._closed = False
 
     def probe(self) -> Probe:
@@ -196,10 +196,15 @@ class JailTier:
         found = self._zygotes.get(key)
         if found is not None and not found.lost:
             return found
-        async with self._starting:
-            found = self._zygotes.get(key)
-            if found is not None and not found.lost:
-                return found
+        starting = self._starting.get(key)
+        if starting is None:
+            # A task, because a caller who is cancelled does not stop the thread, and the zygote must have an owner.
+            starting = self._starting[key] = asyncio.create_task(self._start_zygote(key, found))
+            starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # not awaited by everybody
+        return await asyncio.shield(starting)
+
+    async def _start_zygote(self, key: Key, lost: Zygote | None) -> Zygote:
+        try:
             usual = not self._disabled and self._guest is AGENT
             started = _take_spare() if usual and key == _BARE else None
             if started is None:
@@ -212,11 +217,13 @@ class JailTier:
                     disabled=self._disabled,
                     guest=self._guest,
                 )
-            if found is not None:
-                await asyncio.to_thread(found.close)
             started.attach(asyncio.get_running_loop())
             self._zygotes[key] = started
+            if lost is not None:
+                await asyncio.to_thread(lost.close)
             return started
+        finally:
+            del self._starting[key]
 
     async def _tree(self) -> Hierarchy | None:
         if not self._cgroups or self._hierarchy is not None:
@@ -228,6 +235,8 @@ class JailTier:
 
     async def close(self) -> None:
         """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
+        if self._starting:
+            await asyncio.wait(tuple(self._starting.values()))
         zygotes, self._zygotes = list(self._zygotes.values()), {}
         for zygote in zygotes:
             await asyncio.to_thread(zygote.close)

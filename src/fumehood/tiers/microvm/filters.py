@@ -18,9 +18,7 @@ def allow_list() -> bytes:
 
 def seal() -> bytes:
     """The short filter. Raises OSError like :func:`fumehood.linux.seccomp.seal`."""
-    return seccomp.seal(
-        keep=("seccomp",), prctl_options=(seccomp.PR_GET_NO_NEW_PRIVS, _PR_SET_NO_NEW_PRIVS)
-    )
+    return seccomp.seal(keep=("seccomp",), prctl_options=(seccomp.PR_GET_NO_NEW_PRIVS, _PR_SET_NO_NEW_PRIVS))
 
 
 def describe() -> str:

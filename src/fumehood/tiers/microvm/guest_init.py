@@ -14,7 +14,7 @@ and to the host::
 
     adopted    kernel memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
     spent      memory_peak_bytes oom_kills, before every end of a program
-    entry      path(hex) kind(f d l p s) mode size target(hex) same(hex) runs
+    entry      path(hex) kind(f d l p s, x for a file that is not sent) mode size target(hex) same(hex) runs
     exported   truncated
     failed     message
 
@@ -72,7 +72,7 @@ from fumehood.linux.namespaces import (  # noqa: E402
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any, NoReturn
 
 LINE_MAX = 64 << 10
@@ -88,6 +88,7 @@ ENVIRONMENT_OF_IMPORTS["MPLCONFIGDIR"] = "/tmp"
 KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
 RUNS_MAX = 1024
 _PATH_MAX = 4000
+_GRACE_MS = 2000  # how long the machine stays for its files once the agent has ended by itself
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
 
@@ -190,11 +191,11 @@ def write(path: str, text: str) -> None:
 class GuestAgent(agent.Agent):
     """The agent, that lets the host know what memory was used before it tells of an end."""
 
-    report: Callable[[], None]
+    spent: tuple[int, int, int]  # the control port, memory.peak and memory.events
 
     def finish(self, now: agent.Exec, status: int, dead: bool = False) -> None:
         if not self.rehearsing:
-            self.report()
+            report_spent(*self.spent)
         super().finish(now, status, dead)
 
 
@@ -206,12 +207,15 @@ class Service:
         self.control = control
         self.imports = imports
         self.pid = 0
+        self.work = -1  # the work folder, which outlives the programs as long as this is open
 
     def start(self, *, fresh: bool) -> None:
         """Fork the agent, or with ``fresh`` execute it, and wait until it has sealed itself.
 
         A fork has this process's imports, and with them its address layout and hash seed.
         """
+        if self.work >= 0:
+            os.close(self.work)
         sealed, tell = os.pipe()
         self.pid, pidfd = clone3(_NAMESPACES)
         if self.pid == 0:
@@ -228,6 +232,7 @@ class Service:
         if not os.read(sealed, 1):
             raise RuntimeError("the agent did not seal itself")
         os.close(sealed)
+        self.work = os.open(f"/proc/{self.pid}/root{WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def execute(self, tell: int) -> NoReturn:
         handed = [self.port, self.control, tell]
@@ -244,14 +249,18 @@ class Service:
             self.pid = 0
 
     def ended_by_itself(self) -> bool:
-        """Whether the agent is gone although nobody asked for it."""
-        return self.pid != 0 and os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        """Whether the agent is gone although nobody asked for it. Its work folder is still there."""
+        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0] == self.pid:
+            self.pid = 0
+            return True
+        return False
 
 
 def become_agent(port: int, control: int, tell: int) -> NoReturn:
     """Seal this process as a sandbox's first one, and serve."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpriority(os.PRIO_PROCESS, 0, 0)
     write(f"{CGROUP}/cgroup.procs", "0")
     spent = [os.open(f"{CGROUP}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("memory.peak", "memory.events")]
     os.setsid()
@@ -267,7 +276,7 @@ def become_agent(port: int, control: int, tell: int) -> NoReturn:
     seccomp.load(seccomp.seal())
     os.chdir(WORK)
     reseed_on_first_program()
-    GuestAgent.report = lambda self: report_spent(control, *spent)
+    GuestAgent.spent = (control, spent[0], spent[1])
     agent.Agent = GuestAgent  # type: ignore[misc]
     os.write(tell, b"s")
     os.close(tell)
@@ -341,7 +350,7 @@ def put(control: int, data: bytes) -> None:
 
 
 def lines(service: Service) -> Iterator[dict[str, Any]]:
-    """What the host asks, one by one, until the agent ends by itself."""
+    """What the host asks, one by one, until the agent has ended by itself and the host wants nothing more."""
     wake, wake_in = os.pipe()
     for fd in (wake, wake_in):
         os.set_blocking(fd, False)
@@ -351,11 +360,15 @@ def lines(service: Service) -> Iterator[dict[str, Any]]:
     poll.register(service.control, select.POLLIN)
     poll.register(wake, select.POLLIN)
     data = b""
-    while not service.ended_by_itself():
-        ready = dict(poll.poll())
+    while True:
+        ready = dict(poll.poll(None if service.pid else _GRACE_MS))
         if wake in ready:
             os.read(wake, 4096)
+            if service.ended_by_itself():
+                tell_of_end(service)
         if service.control not in ready:
+            if not ready and not service.pid:
+                return
             continue
         piece = os.read(service.control, LINE_MAX)
         if not piece:
@@ -366,6 +379,14 @@ def lines(service: Service) -> Iterator[dict[str, Any]]:
         while b"\n" in data:
             line, _, data = data.partition(b"\n")
             yield json.loads(line)
+
+
+def tell_of_end(service: Service) -> None:
+    """Break the agent's stream, so that the host knows at once."""
+    try:
+        put(service.port, b"\xff" * agent.FRAME.size)
+    except OSError:
+        pass  # it does not listen any more
 
 
 def adopt(asked: dict[str, Any], service: Service) -> None:
@@ -411,7 +432,7 @@ def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
 
 def export(asked: dict[str, Any], service: Service) -> None:
     """Kill the programs, then send the work folder: at most ``entries`` names and ``bytes`` of content."""
-    work = os.open(f"/proc/{service.pid}/root{WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    work = service.work
     service.end()
     entries, left = asked["entries"], asked["bytes"]
     names: dict[int, str] = {}
@@ -449,10 +470,12 @@ def send_entry(
         return 0
     line["size"] = info.st_size
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    runs = list(itertools.islice(written_runs(fd, info.st_size), RUNS_MAX))
+    runs = list(itertools.islice(written_runs(fd, info.st_size), RUNS_MAX + 1))
+    if len(runs) > RUNS_MAX:
+        runs = [(0, info.st_size)]
     total = sum(length for _, length in runs)
     if total > left:
-        runs, total = [], 0
+        line["kind"], runs, total = "x", [], 0
     line["runs"] = runs
     say(control, line)
     for offset, length in runs:
@@ -481,13 +504,14 @@ def serve(service: Service) -> None:
         if asked["op"] == "adopt" and not adopted:
             adopted = True
             adopt(asked, service)
-        elif asked["op"] == "export" and service.pid:
+        elif asked["op"] == "export":
             export(asked, service)
 
 
 def main() -> None:
     """Be PID 1."""
     options = set_up()
+    os.setpriority(os.PRIO_PROCESS, 0, -20)  # before all programs, when the host asks for an end
     port, control = open_ports()
     try:
         os.environ.update(ENVIRONMENT_OF_IMPORTS)

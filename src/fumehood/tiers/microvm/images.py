@@ -74,13 +74,13 @@ _CODE_HOME = "opt/fumehood"
 
 #: Every byte of the root is memory of every template: what a program does not use is left out.
 _LEFT_OUT = (
-    "usr/share/bug", "usr/share/bash-completion", "usr/share/perl5", "usr/share/common-licenses", "usr/share/applications",
-    "usr/share/pixmaps", "usr/share/debconf", "usr/share/gdb", "usr/share/binfmts", "usr/share/python3", "usr/share/info",
-    "usr/share/readline", "usr/share/terminfo", "usr/share/gcc", "usr/share/zoneinfo/right", "usr/share/zoneinfo/posix",
-    "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/perl-base", "usr/lib/x86_64-linux-gnu/audit",
-    "usr/lib/x86_64-linux-gnu/engines-3", "usr/lib/x86_64-linux-gnu/ossl-modules", "usr/lib/valgrind", "usr/lib/locale",
-    "usr/lib/udev", "usr/lib/systemd", "usr/lib/python3/dist-packages", "usr/sbin", "usr/bin/perl",
-    "usr/bin/perl5.36.0", "var", "usr/include",
+    *(f"usr/share/{name}" for name in (
+        "bug", "bash-completion", "perl5", "common-licenses", "applications", "pixmaps", "debconf", "gdb", "binfmts",
+        "python3", "readline", "terminfo", "gcc", "zoneinfo/right", "zoneinfo/posix",
+    )),
+    *(f"usr/lib/x86_64-linux-gnu/{name}" for name in ("gconv", "perl-base", "audit", "engines-3", "ossl-modules")),
+    *(f"usr/lib/{name}" for name in ("valgrind", "locale", "udev", "systemd", "python3/dist-packages")),
+    "usr/sbin", "usr/bin/perl", "usr/include", "var",
 )  # fmt: skip
 _LIBRARY_LEFT_OUT = ("test", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "turtle.py")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -229,9 +229,7 @@ def _download_kernel(place: Path, progress: Progress) -> Path:
     return archives[0]
 
 
-def _make(
-    made: Path, archives: list[Path], kernel_archive: Path, shop: Path, progress: Progress
-) -> dict[str, Any]:
+def _make(made: Path, archives: list[Path], kernel_archive: Path, shop: Path, progress: Progress) -> dict[str, Any]:
     """Fill ``made`` with a kernel and an archive of the root; the manifest's facts."""
     root, kernel_root = shop / "root", shop / "kernel-root"
     debian.unpack(archives, root, progress)

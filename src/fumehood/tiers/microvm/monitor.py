@@ -14,7 +14,7 @@ import socket
 
 _MESSAGE_MAX = 64 << 10
 _FDS_MAX = 16
-_PARKED_FROM = 100  # above every number that a message may ask for
+_PARKED_FROM = 32  # above every number that a message asks for, below the limit on open files
 
 
 def serve(read_fd: int, write_fd: int, workdir: str) -> None:

@@ -78,7 +78,7 @@ class Shape:
         return "host" if self.accelerator == "kvm" else "max"
 
     def arguments(self, program: Program, *, shared: bool) -> list[str]:
-        """The command line that template and clone have in common. ``shared``: what the guest writes reaches the file."""
+        """What template and clone have in common. ``shared``: what the guest writes reaches the memory file."""
         tcg = f",thread=single,tb-size={CODE_BUFFER_BYTES // MiB}" if self.accelerator == "tcg" else ""
         size = self.memory_bytes // MiB
         arguments = [program.path, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
@@ -98,7 +98,12 @@ class Shape:
         """For the machine that boots; ``options`` go to the guest's init on the kernel's command line."""
         timing = f" tsc_early_khz={tsc_khz()}" if self.accelerator == "tcg" else ""
         files = ["-kernel", f"/proc/self/fd/{KERNEL_FD}", "-initrd", f"/proc/self/fd/{INITRAMFS_FD}"]
-        return [*self.arguments(program, shared=True), *files, "-append", f"{_KERNEL_OPTIONS}{timing} {options}".strip()]
+        return [
+            *self.arguments(program, shared=True),
+            *files,
+            "-append",
+            f"{_KERNEL_OPTIONS}{timing} {options}".strip(),
+        ]
 
     def clone_arguments(self, program: Program) -> list[str]:
         """For a machine that waits to be given the template's state."""
@@ -159,7 +164,8 @@ def tsc_khz() -> int:
             ended, last = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW), read()
             found.append((last - first) / (ended - began) * 1e6)
         del read, view
-    return round(sorted(found)[2])
+    middle: float = sorted(found)[2]
+    return round(middle)
 
 
 class Monitor:
@@ -223,6 +229,11 @@ class Monitor:
                     return
                 if status == "failed":
                     raise StartError("QEMU could not load or save the state of the machine", tier="microvm")
+
+    async def ended(self) -> None:
+        """Never returns. Raises StartError when QEMU ends, with its last words."""
+        while True:
+            await self.next()
 
     async def next(self) -> dict[str, Any]:
         """The next message. Raises StartError: QEMU is gone, refuses a command, or is out of bounds."""

@@ -146,5 +146,3 @@ def _compile(draft: Path, flavour: str, progress: Progress) -> None:
 
 def _size(folder: Path) -> int:
     return sum(os.lstat(os.path.join(base, name)).st_size for base, _, names in os.walk(folder) for name in names)
-
-

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from fumehood.errors import FumehoodError, PolicyError, UnavailableError, UnsupportedError
-from fumehood.model import MiB, Boundary, Control, Held, Policy
+from fumehood.model import Boundary, Control, Held, MiB, Policy
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.wasm import compiled
 from fumehood.tiers.wasm.compiled import Compiled
@@ -118,5 +118,3 @@ def _recipe(found: Compiled) -> Recipe:
         pids_overhead=16,
         open_files_min=256,
     )
-
-

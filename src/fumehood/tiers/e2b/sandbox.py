@@ -1,0 +1,441 @@
+"""One microVM at the service, as a :class:`fumehood.tier.Sandbox`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import posixpath
+import shlex
+import signal
+import tempfile
+from collections.abc import Coroutine
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+import e2b
+from e2b_code_interpreter import AsyncSandbox, Execution, ExecutionError
+
+from fumehood.artifacts import collect
+from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError
+from fumehood.folders import remove_tree
+from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt, Result, Usage, check_path
+from fumehood.tier import FileInfo, Sink, Stream
+from fumehood.tiers.e2b.errors import Phase, translate
+
+HOME = "/home/user"  # the user's folder in the service's templates
+WORK = f"{HOME}/work"
+_SCRATCH = f"{HOME}/.fumehood"
+
+#: The SDK keeps all output of a cell; one that prints more than this past the limit is ended, whatever the policy's
+#: ``overflow`` says, so that this process stays small.
+CELL_SLACK_BYTES = 16 << 20
+
+#: How long a run that is over waits for the service to confirm the kill; the rest happens in close().
+_KILL_WAIT_S = 0.3
+_CLOSE_WAIT_S = 30.0
+_READ_FILE_MAX = 64 << 20
+_MARGIN_S = 60
+
+
+class _Ended(Exception):
+    """We end the exec for this outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
+
+
+class _Output:
+    """The output of one exec: kept up to the budget, counted beyond."""
+
+    def __init__(self, policy: Policy, sink: Sink | None, slack: int | None) -> None:
+        self._budget = policy.limits.output_bytes
+        self._stop = policy.overflow == "stop"
+        self._sink = sink
+        self._slack = slack
+        self.kept: dict[Stream, list[bytes]] = {"stdout": [], "stderr": []}
+        self.counts: dict[Stream, int] = {"stdout": 0, "stderr": 0}
+
+    def take(self, stream: Stream, text: str) -> None:
+        """One piece, as the SDK decoded it. Raises _Ended, and what the sink raises."""
+        data = text.encode("utf-8", "replace")
+        self.counts[stream] += len(data)
+        passed, self._budget = data[: self._budget], max(self._budget - len(data), 0)
+        if passed:
+            self.kept[stream].append(passed)
+            if self._sink is not None:
+                self._sink(stream, passed)
+        over = len(data) - len(passed)
+        if self._slack is not None:
+            self._slack -= over
+        if over and (self._stop or (self._slack is not None and self._slack < 0)):
+            raise _Ended(Outcome.OUTPUT)
+
+
+class E2BSandbox:
+    """A microVM that is destroyed by :meth:`close`, or by the service when its life is over."""
+
+    def __init__(self, remote: AsyncSandbox, policy: Policy, receipt: Receipt, *, secret: str, life_s: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._remote = remote
+        self._policy = policy
+        self._receipt = receipt
+        self._secret = secret
+        self._ends_at = self._loop.time() + life_s
+        self._context: Any = None
+        self._running: asyncio.Future[Any] | None = None
+        self._interrupted = False
+        self._killing: asyncio.Task[None] | None = None
+        self._why = ""
+        self._written: dict[str, tuple[int, str]] = {}
+        self._serial = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """What is held, and what is the provider's claim."""
+        return self._receipt
+
+    async def prepare(self) -> None:
+        """The work folder. Raises StartError, UnavailableError."""
+        await self._call("create", self._remote.files.make_dir(WORK))
+
+    async def _call(self, phase: Phase, call: Coroutine[Any, Any, Any]) -> Any:
+        """What the SDK answers, its errors as ours."""
+        try:
+            return await call
+        except FumehoodError:
+            raise
+        except Exception as error:
+            raise translate(error, phase, secret=self._secret) from None
+
+    # --- exec
+
+    async def exec(
+        self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
+    ) -> Result:
+        """See :class:`fumehood.tier.Sandbox`. A live cell takes no standard input: PolicyError."""
+        self._check_usable()
+        if self._running is not None:
+            raise RuntimeError("an exec is running in this sandbox")
+        cell = isinstance(program, Code) and not last
+        if cell and stdin:
+            raise PolicyError("a cell of a live sandbox takes no standard input here", tier="e2b")
+        output = _Output(self._policy, sink, CELL_SLACK_BYTES if cell else None)
+        started = self._loop.time()
+        self._interrupted = False
+        work = self._cell(program, output) if cell else self._process(program, stdin, output)
+        self._running = asyncio.ensure_future(work)
+        try:
+            outcome, code = await self._judge(self._running)
+        except BaseException:
+            self._kill("an exec was cancelled, or failed")
+            raise
+        finally:
+            self._running = None
+        seconds = self._loop.time() - started
+        if self._killing is not None:
+            await asyncio.wait((self._killing,), timeout=_KILL_WAIT_S)
+        return Result(
+            outcome=outcome,
+            exit_code=code,
+            stdout_data=b"".join(output.kept["stdout"]),
+            stderr_data=b"".join(output.kept["stderr"]),
+            seconds=seconds,
+            usage=Usage(None, None, output.counts["stdout"], output.counts["stderr"]),
+            receipt=self._receipt,
+        )
+
+    async def _judge(self, running: asyncio.Future[int]) -> tuple[Outcome, int | None]:
+        """How the exec ended. Raises ours for the service's errors, and what the sink raised."""
+        try:
+            done, _ = await asyncio.wait((running,), timeout=self._policy.limits.wall_s)
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        if not done:
+            running.cancel()
+            self._kill("the limit was reached: wall")
+            return Outcome.WALL, None
+        try:
+            code = running.result()
+        except _Ended as end:
+            self._kill(f"the limit was reached: {end.outcome.value}")
+            return end.outcome, None
+        except asyncio.CancelledError:  # by interrupt()
+            return Outcome.CANCELLED, None
+        if self._interrupted and code != 0:
+            return Outcome.CANCELLED, None
+        return (Outcome.SIGNALED if code < 0 else Outcome.EXITED), code
+
+    async def _process(self, program: Program, stdin: bytes, output: _Output) -> int:
+        """A whole process; its exit code, or -N for signal N."""
+        self._serial += 1
+        place = f"{_SCRATCH}/{self._serial}"
+        if isinstance(program, Code):
+            await self._call("create", self._remote.files.write(f"{place}/main.py", program.data))
+            command = f"python3 {posixpath.relpath(place, WORK)}/main.py"
+        else:
+            command = shlex.join(program.argv)
+        await self._call("create", self._remote.files.write(f"{place}/stdin", stdin))
+        await self._prolong()
+        # The words of the shell's own exec: signals and exit code are then the program's.
+        line = f"exec {command} < {posixpath.relpath(place, WORK)}/stdin"
+        failed: list[BaseException] = []
+
+        def told(stream: Stream, text: str) -> None:
+            try:
+                output.take(stream, text)
+            except BaseException as error:  # the SDK would take it for an error of the service
+                if not failed:
+                    failed.append(error)
+                    stopped.set()
+
+        stopped = asyncio.Event()
+        handle = await self._call(
+            "exec",
+            self._remote.commands.run(
+                line,
+                background=True,
+                envs=dict(self._policy.env),
+                cwd=WORK,
+                timeout=0,
+                on_stdout=lambda text: told("stdout", text),
+                on_stderr=lambda text: told("stderr", text),
+                retain_output=False,
+            ),
+        )
+        self._handle = handle
+        ending = asyncio.ensure_future(handle.wait())
+        noticing = asyncio.ensure_future(stopped.wait())
+        try:
+            await asyncio.wait((ending, noticing), return_when=asyncio.FIRST_COMPLETED)
+            if failed:
+                raise failed[0]
+            await ending
+        except e2b.CommandExitException as end:
+            return _status(end.exit_code, end.error or "")
+        except (_Ended, FumehoodError):
+            raise
+        except Exception as error:
+            if failed:
+                raise
+            raise translate(error, "exec", secret=self._secret) from None
+        finally:
+            self._handle = None
+            for task in (ending, noticing):
+                task.cancel()
+            await asyncio.gather(ending, noticing, return_exceptions=True)
+            await handle.disconnect()
+        return 0
+
+    _handle: Any = None
+
+    async def _cell(self, program: Program, output: _Output) -> int:
+        """A cell of the interpreter; 0, the code of ``sys.exit``, or 1 for an error, told on stderr."""
+        assert isinstance(program, Code)
+        await self._prolong()
+        if self._context is None:
+            self._context = await self._call("create", self._remote.create_code_context(cwd=WORK))
+        sink_errors: list[BaseException] = []
+
+        def told(stream: Stream, text: str) -> None:
+            try:
+                output.take(stream, text)
+            except BaseException as error:
+                sink_errors.append(error)
+                raise
+
+        try:
+            execution: Execution = await self._remote.run_code(
+                program.data.decode("utf-8", "surrogateescape"),
+                context=self._context,
+                envs=dict(self._policy.env),
+                timeout=0,
+                on_stdout=lambda message: told("stdout", message.line),
+                on_stderr=lambda message: told("stderr", message.line),
+            )
+        except Exception as error:
+            if sink_errors:
+                raise sink_errors[0] from None
+            raise translate(error, "exec", secret=self._secret) from None
+        return _cell_code(execution.error, output)
+
+    async def _prolong(self) -> None:
+        """Let the sandbox live past this exec's deadline."""
+        needed = self._policy.limits.wall_s + _MARGIN_S
+        if self._ends_at - self._loop.time() < needed:
+            life_s = max(300, math.ceil(needed) + _MARGIN_S)
+            await self._call("create", self._remote.set_timeout(life_s))
+            self._ends_at = self._loop.time() + life_s
+
+    async def interrupt(self) -> None:
+        """End the running exec: a process is killed, a cell is abandoned, which the service takes as an interrupt."""
+        running = self._running
+        if running is None or running.done():
+            return
+        self._interrupted = True
+        if self._handle is not None:
+            await self._call("exec", self._handle.kill())
+        else:
+            running.cancel()
+
+    # --- files
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """See :class:`fumehood.tier.Sandbox`."""
+        path = check_path(path)
+        self._check_usable()
+        self._written.pop(path, None)
+        await self._file(self._remote.files.write(f"{WORK}/{path}", data))
+        self._written[path] = len(data), sha256(data).hexdigest()
+
+    async def read_file(self, path: str, *, max_bytes: int = _READ_FILE_MAX) -> bytes:
+        """See :class:`fumehood.tier.Sandbox`."""
+        path = check_path(path)
+        self._check_usable()
+        stream = await self._file(self._remote.files.read(f"{WORK}/{path}", format="stream"))
+        data = bytearray()
+        try:
+            async with contextlib.aclosing(stream) as pieces:
+                async for piece in pieces:
+                    data += piece
+                    if len(data) > max_bytes:
+                        raise FileError(f"{path!r} is larger than {max_bytes} bytes", tier="e2b")
+        except FumehoodError:
+            raise
+        except Exception as error:
+            raise translate(error, "file", secret=self._secret) from None
+        return bytes(data)
+
+    async def list_files(self) -> tuple[FileInfo, ...]:
+        """See :class:`fumehood.tier.Sandbox`."""
+        self._check_usable()
+        depth = self._policy.artifacts.depth + 1
+        found = []
+        for entry in (await self._file(self._remote.files.list(WORK, depth=depth)))[: self._policy.limits.files]:
+            name = str(entry.path).removeprefix(f"{WORK}/")
+            kind: Literal["file", "folder", "other"] = "other"
+            if entry.symlink_target is None and entry.type is not None:
+                kind = "folder" if entry.type.value == "dir" else "file"
+            found.append(FileInfo(name, kind, int(entry.size)))
+        return tuple(sorted(found, key=lambda info: info.path))
+
+    async def remove(self, path: str) -> None:
+        """See :class:`fumehood.tier.Sandbox`."""
+        path = check_path(path)
+        self._check_usable()
+        await self._file(self._remote.files.remove(f"{WORK}/{path}"))
+        self._written.pop(path, None)
+
+    async def _file(self, call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            async with asyncio.timeout(max(self._policy.limits.wall_s, 1.0)):
+                return await self._call("file", call)
+        except TimeoutError:
+            self._kill("a file operation passed the deadline")
+            raise FileError("the service did not answer in time", tier="e2b") from None
+
+    # --- the end
+
+    def _check_usable(self) -> None:
+        if self._killing is not None:
+            raise ClosedError(f"the sandbox is closed: {self._why}", tier="e2b")
+
+    def _kill(self, why: str) -> None:
+        """Destroy the microVM, without waiting. Idempotent."""
+        if self._killing is None:
+            self._why = why
+            self._killing = asyncio.ensure_future(self._destroy())
+
+    async def _destroy(self) -> None:
+        for pause in (0.0, 0.2, 1.0):
+            await asyncio.sleep(pause)
+            try:
+                await self._remote.kill()
+                return
+            except e2b.NotFoundException:
+                return
+            except Exception:
+                continue  # what we cannot destroy, the service does when its life is over
+
+    async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
+        """Save what is new in the work folder below ``out``, if given, and destroy the microVM. Idempotent.
+
+        The microVM must live while its files are fetched, so a process left behind in it may still change them.
+        """
+        artifacts: tuple[Artifact, ...] = ()
+        try:
+            if out is not None and self._killing is None:
+                artifacts = await self._fetch(out)
+        finally:
+            if self._running is not None:
+                self._running.cancel()
+            self._kill("close() was called")
+            assert self._killing is not None
+            await asyncio.wait((self._killing,), timeout=_CLOSE_WAIT_S)
+        return artifacts
+
+    async def _fetch(self, out: Path) -> tuple[Artifact, ...]:
+        """The work folder through a folder of our own, so that one code judges artifacts of every tier."""
+        limits = self._policy.artifacts
+        folder = tempfile.mkdtemp(prefix="fumehood-")
+        left = limits.total_bytes
+        skipped: list[Artifact] = []
+        try:
+            for info in await self.list_files():
+                try:
+                    path = check_path(info.path)
+                except PolicyError:
+                    continue  # a name that no artifact can have
+                if info.kind == "folder":
+                    continue
+                if info.kind == "other":
+                    skipped.append(Artifact(path, info.size_bytes, skipped="not a regular file"))
+                    continue
+                if info.size_bytes > left:
+                    skipped.append(Artifact(path, info.size_bytes, skipped=f"more than {limits.total_bytes} bytes"))
+                    continue
+                try:
+                    data = await self.read_file(path, max_bytes=left)
+                except FileError as error:
+                    skipped.append(Artifact(path, info.size_bytes, skipped=error.message[:200]))
+                    continue
+                left -= len(data)
+                target = Path(folder, path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                saved = await asyncio.to_thread(collect, fd, out, limits, self._written)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise FumehoodError(f"artifacts could not be saved: {error}", tier="e2b") from error
+        finally:
+            await asyncio.to_thread(remove_tree, folder)
+        return tuple(sorted((*saved, *skipped), key=lambda artifact: artifact.path))
+
+
+_SIGNALS = {(signal.strsignal(number) or "").lower(): int(number) for number in signal.Signals}
+
+
+def _status(code: int, error: str) -> int:
+    """The exit code, or -N for signal N, which the service tells in words ("signal: segmentation fault") beside -1."""
+    if code >= 0:
+        return code & 0xFF
+    return -_SIGNALS.get(error.removeprefix("signal: ").partition(" (")[0], int(signal.SIGKILL))
+
+
+def _cell_code(error: ExecutionError | None, output: _Output) -> int:
+    if error is None:
+        return 0
+    if error.name == "SystemExit":
+        with contextlib.suppress(ValueError):
+            return int(error.value) & 0xFF
+        if error.value in ("", "None"):
+            return 0
+    output.take("stderr", error.traceback or f"{error.name}: {error.value}\n")
+    return 1
