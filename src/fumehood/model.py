@@ -5,6 +5,7 @@ Sizes are bytes, times are seconds, and every field that has a unit carries it i
 
 from __future__ import annotations
 
+import base64
 import enum
 import hashlib
 import json
@@ -24,6 +25,21 @@ GiB = 1 << 30
 
 #: The longest program text that any tier takes.
 CODE_BYTES_MAX = 16 * MiB
+
+
+#: The forms in which a display may come. Whoever shows it chooses one that it can show safely.
+MIME_TYPES = (
+    "text/plain",
+    "text/html",
+    "text/markdown",
+    "text/latex",
+    "image/svg+xml",
+    "image/png",
+    "image/jpeg",
+    "application/pdf",
+    "application/json",
+)
+BINARY_MIME_TYPES = frozenset({"image/png", "image/jpeg", "application/pdf"})  # the others are UTF-8
 
 
 class Boundary(enum.Enum):
@@ -114,6 +130,7 @@ class Limits:
     files: int = 4096  # files and folders; beyond it ENOSPC
     open_files: int = 256  # descriptors, each process; beyond it EMFILE
     output_bytes: int = 1 * MiB  # stdout and stderr together, per exec; see Policy.overflow
+    display_bytes: int = 8 * MiB  # displays of an exec together; the rest is dropped
 
     def __post_init__(self) -> None:
         for name, (low, high, whole) in _LIMIT_RANGES.items():
@@ -130,6 +147,7 @@ _LIMIT_RANGES: dict[str, tuple[float, float, bool]] = {
     "files": (16, 1 << 30, True),
     "open_files": (16, 1 << 20, True),
     "output_bytes": (0, 16 * GiB, True),
+    "display_bytes": (0, 1 * GiB, True),
 }
 
 
@@ -203,11 +221,7 @@ class Policy:
                 raise PolicyError(f"preload: {module!r} is not a module name")
         if not isinstance(self.env, Mapping):
             raise PolicyError(f"env must map names to values, not {self.env!r}")
-        for key, value in self.env.items():
-            if not isinstance(key, str) or not _ENV_NAME.match(key):
-                raise PolicyError(f"env: {key!r} is not a name of an environment variable")
-            if not isinstance(value, str) or "\0" in value or not _is_utf8(value):
-                raise PolicyError(f"env.{key} must be a string of UTF-8 without NUL")
+        _check_env(self.env)
         set_(self, "env", MappingProxyType(dict(self.env)))
         if self.environment is not None and (not isinstance(self.environment, str) or not self.environment):
             raise PolicyError(f"environment must be the name of an environment, not {self.environment!r}")
@@ -237,6 +251,14 @@ class Policy:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
+def _check_env(env: Mapping[str, str]) -> None:
+    for key, value in env.items():
+        if not isinstance(key, str) or not _ENV_NAME.match(key):
+            raise PolicyError(f"env: {key!r} is not a name of an environment variable")
+        if not isinstance(value, str) or "\0" in value or not _is_utf8(value):
+            raise PolicyError(f"env.{key} must be a string of UTF-8 without NUL")
+
+
 def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
@@ -257,9 +279,19 @@ class Code:
     """A Python program. Text is sent as UTF-8; bytes are sent as they are and may carry a coding cookie."""
 
     source: str | bytes
-    name: str = "<agent>"  # shown in tracebacks
+    #: Shown in tracebacks. In a live sandbox the default becomes ``<agent-1>``, ``<agent-2>``, … by exec, so that a
+    #: traceback through several of them shows the right lines.
+    name: str = "<agent>"
+    #: In a live sandbox: the namespace to run in, made when it is first named; "" is the sandbox's own. All share one
+    #: interpreter, its modules and the files.
+    context: str = ""
+    #: Whether the value of the last expression, ``display()`` and figures come as Result.displays and ``await`` is
+    #: allowed outside functions. None: in a live sandbox yes, in a single run no, because it costs a few milliseconds.
+    displays: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.context, str) or len(self.context) > 64 or not _is_utf8(self.context):
+            raise PolicyError(f"context must be a string of at most 64 characters, not {self.context!r:.100}")
         if not isinstance(self.source, (str, bytes)):
             raise PolicyError(f"code must be str or bytes, not {type(self.source).__name__}")
         if len(self.source) > CODE_BYTES_MAX or len(self.data) > CODE_BYTES_MAX:
@@ -278,11 +310,32 @@ class Command:
     """A program by its argument vector, for tiers whose features include ``commands``."""
 
     argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)  # on top of the policy's
+    cwd: str = ""  # the folder to run in, relative to the work folder or absolute inside; "": the work folder
+    #: Rows and columns of a pseudo-terminal to run on, for tiers whose features include ``pty``; stderr is stdout then.
+    pty: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", _strings("argv", self.argv))
         if not self.argv or any("\0" in a for a in self.argv):
             raise PolicyError("argv must hold at least one string, none with NUL")
+        if not isinstance(self.env, Mapping):
+            raise PolicyError(f"env must map names to values, not {self.env!r}")
+        _check_env(self.env)
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+        if not isinstance(self.cwd, str) or "\0" in self.cwd or not _is_utf8(self.cwd) or len(self.cwd) > 4095:
+            raise PolicyError(f"cwd must be the path of a folder, not {self.cwd!r:.200}")
+        if self.pty is not None:
+            check_terminal_size(self.pty)
+
+
+def check_terminal_size(size: object) -> tuple[int, int]:
+    """``size`` as rows and columns of a terminal, each 1 to 65535. Raises PolicyError."""
+    if isinstance(size, (tuple, list)) and len(size) == 2:
+        rows, columns = size
+        if type(rows) is int and type(columns) is int and min(size) >= 1 and max(size) <= 0xFFFF:
+            return rows, columns
+    raise PolicyError(f"pty must be rows and columns, each from 1 to 65535, not {size!r:.100}")
 
 
 Program = Code | Command
@@ -357,6 +410,28 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True)
+class Display:
+    """Something that a program showed, in one or more forms. Hostile like output: see :mod:`fumehood.displays`.
+
+    ``data`` maps each of :data:`MIME_TYPES` that there is to its bytes, which begin as that type does and are not
+    looked at further; ``metadata`` is what the program said beside them, plain values of JSON; ``dropped`` names the
+    forms that were not passed on, each with the reason.
+    """
+
+    data: Mapping[str, bytes]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; binary data in base64, as in a notebook's file."""
+        data = {
+            mime: base64.b64encode(form).decode() if mime in BINARY_MIME_TYPES else form.decode("utf-8", "replace")
+            for mime, form in self.data.items()
+        }
+        return {"data": data, "metadata": dict(self.metadata), "dropped": list(self.dropped)}
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """How one exec ended. Output is hostile: bounded, and to be escaped wherever it is shown."""
 
@@ -369,6 +444,9 @@ class Result:
     receipt: Receipt
     artifacts: tuple[Artifact, ...] = ()
     unsupported: str | None = None  # what the program needs and the tier's Python lacks, e.g. "import numpy"
+    displays: tuple[Display, ...] = ()
+    displays_truncated: bool = False  # there was more than Limits.display_bytes, or what came was no display
+    interpreter_lost: bool = False  # in a live sandbox: the interpreter is gone, and with it all variables
 
     @property
     def stdout(self) -> str:
@@ -403,6 +481,9 @@ class Result:
             "timed_out": self.timed_out,
             "unsupported": self.unsupported,
             "truncated": self.truncated,
+            "displays": [d.to_dict() for d in self.displays],
+            "displays_truncated": self.displays_truncated,
+            "interpreter_lost": self.interpreter_lost,
             "seconds": round(self.seconds, 6),
             "stdout": self.stdout,
             "stderr": self.stderr,

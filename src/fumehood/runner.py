@@ -14,20 +14,26 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fumehood import registry
 from fumehood.errors import ClosedError, FumehoodError, PolicyError
 from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
 from fumehood.pool import Pool
-from fumehood.tier import FileInfo, Sandbox, Sink, Tier, require
+from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Sink, Tier, require
 
 T = TypeVar("T")
 
 
-def _program(program: Program | str | bytes) -> Program:
-    return Code(program) if isinstance(program, (str, bytes)) else program
+def _program(program: Program | str | bytes, *, displays: bool = False, context: str | None = None) -> Program:
+    """The program, with what was said beside it. Raises PolicyError for a command with what only code has."""
+    wanted = Code(program) if isinstance(program, (str, bytes)) else program
+    if displays or context is not None:
+        if not isinstance(wanted, Code):
+            raise PolicyError("displays and contexts are of code, not of commands")
+        wanted = replace(wanted, displays=displays or wanted.displays, context=context or wanted.context)
+    return wanted
 
 
 def _check_folder(out: Path) -> None:
@@ -75,14 +81,16 @@ class AsyncRunner:
         stdin: bytes = b"",
         out: Path | None = None,
         sink: Sink | None = None,
+        displays: bool = False,
     ) -> Result:
         """Create a sandbox, run one program to its end, and destroy the sandbox.
 
         ``files`` are put into the work folder first; what the program leaves there is saved below ``out`` once its
-        last process is dead. A program's failure is a Result. Raises PolicyError (malformed request), StartError
-        (nothing ran), FileError (a file could not be put in), OutcomeUnknownError, ClosedError.
+        last process is dead. ``displays`` is :attr:`fumehood.model.Code.displays`. A program's failure is a Result.
+        Raises PolicyError (malformed request), StartError (nothing ran), FileError (a file could not be put in),
+        OutcomeUnknownError, ClosedError.
         """
-        wanted = _program(program)
+        wanted = _program(program, displays=displays)
         inputs = {check_path(path): data for path, data in (files or {}).items()}
         require(self.tier, self.policy, program=wanted, files=bool(inputs) or out is not None)
         sandbox = await self._create()
@@ -100,14 +108,27 @@ class AsyncRunner:
         return replace(result, artifacts=artifacts) if artifacts else result
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Sandbox]:
-        """A live sandbox, destroyed at the end of the block. Raises as :meth:`run` does before anything ran."""
-        require(self.tier, self.policy, live=True)
-        sandbox = await self._create()
+    async def open(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> AsyncIterator[FullSandbox]:
+        """A live sandbox, destroyed at the end of the block; see :meth:`FullSandbox.expire_after` for the two times.
+
+        Raises as :meth:`run` does before anything ran.
+        """
+        sandbox = await self._open(idle_s, lifetime_s)
         try:
             yield sandbox
         finally:
             await sandbox.close()
+
+    async def _open(self, idle_s: float | None, lifetime_s: float | None) -> FullSandbox:
+        require(self.tier, self.policy, live=True)
+        for name, value in (("idle_s", idle_s), ("lifetime_s", lifetime_s)):
+            if value is not None and not 0 < value <= 30 * 86400:
+                raise PolicyError(f"{name} must be more than 0 and at most 30 days, not {value!r}")
+        # A tier whose features say "live" makes sandboxes of this kind; what it lacks of it, it refuses by name.
+        sandbox = cast(FullSandbox, await self._create())
+        if idle_s is not None or lifetime_s is not None:
+            sandbox.expire_after(idle_s=idle_s, lifetime_s=lifetime_s)
+        return sandbox
 
     def map(
         self, programs: Iterable[Item] | AsyncIterable[Item], *, concurrency: int | None = None, ordered: bool = True
@@ -185,10 +206,57 @@ async def _settle() -> None:
         await asyncio.wait(waiting)
 
 
-class LiveSandbox:
-    """The synchronous face of a live :class:`~fumehood.tier.Sandbox`; its methods mean and raise the same."""
+class LiveProgram:
+    """The synchronous face of a :class:`~fumehood.tier.RunningProgram`; its methods mean and raise the same."""
 
-    def __init__(self, portal: _Portal, sandbox: Sandbox) -> None:
+    def __init__(self, portal: _Portal, running: RunningProgram) -> None:
+        self._portal = portal
+        self._running = running
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._running.done
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far; bytes that are not UTF-8 become U+FFFD."""
+        return self._running.stdout_data.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        """The same of stderr."""
+        return self._running.stderr_data.decode("utf-8", "replace")
+
+    def wait(self) -> Result:
+        """Its end."""
+        return self._portal.call(self._running.wait())
+
+    def write(self, data: bytes) -> None:
+        """Give it something to read."""
+        self._portal.call(self._running.write(data))
+
+    def close_stdin(self) -> None:
+        """End of file, once it has read what was written."""
+        self._portal.call(self._running.close_stdin())
+
+    def signal(self, number: int) -> None:
+        """A signal to its process group."""
+        self._portal.call(self._running.signal(number))
+
+    def kill(self) -> None:
+        """SIGKILL to its process group."""
+        self._portal.call(self._running.kill())
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Another size for its pseudo-terminal."""
+        self._portal.call(self._running.resize(rows, columns))
+
+
+class LiveSandbox:
+    """The synchronous face of a live :class:`~fumehood.tier.FullSandbox`; its methods mean and raise the same."""
+
+    def __init__(self, portal: _Portal, sandbox: FullSandbox) -> None:
         self._portal = portal
         self._sandbox = sandbox
 
@@ -197,25 +265,77 @@ class LiveSandbox:
         """What is enforced on this sandbox."""
         return self._sandbox.receipt
 
-    def exec(self, program: Program | str | bytes, *, stdin: bytes = b"", sink: Sink | None = None) -> Result:
-        """Run one program; state and files of earlier ones are there. A failure of the program is a Result."""
-        return self._portal.call(self._sandbox.exec(_program(program), stdin=stdin, sink=sink))
+    def exec(
+        self,
+        program: Program | str | bytes,
+        *,
+        stdin: bytes = b"",
+        sink: Sink | None = None,
+        context: str | None = None,
+    ) -> Result:
+        """Run one program; state and files of earlier ones are there. A failure of the program is a Result.
+
+        ``context`` names the namespace that code runs in, see :class:`fumehood.model.Code`.
+        """
+        return self._portal.call(self._sandbox.exec(_program(program, context=context), stdin=stdin, sink=sink))
+
+    def start(
+        self,
+        program: Program | str | bytes,
+        *,
+        stdin: bool = False,
+        sink: Sink | None = None,
+        background: bool = False,
+        context: str | None = None,
+    ) -> LiveProgram:
+        """Begin to run a program, and return while it runs."""
+        wanted = _program(program, context=context)
+        starting = self._sandbox.start(wanted, stdin=stdin, sink=sink, background=background)
+        return LiveProgram(self._portal, self._portal.call(starting))
 
     def write_file(self, path: str, data: bytes) -> None:
         """Create or replace a file of the work folder."""
         self._portal.call(self._sandbox.write_file(path, data))
 
+    def write_stream(self, path: str, source: Iterable[bytes]) -> None:
+        """The same from pieces (a file opened with "rb" has lines, which do), holding one at a time."""
+        self._portal.call(self._sandbox.write_stream(path, _in_threads(source)))
+
     def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
         """A regular file's content, refused above ``max_bytes``."""
         return self._portal.call(self._sandbox.read_file(path, max_bytes=max_bytes))
+
+    def read_stream(self, path: str) -> Iterator[bytes]:
+        """A regular file's content in pieces of at most 1 MiB."""
+        return self._each(self._sandbox.read_stream(path))
 
     def list_files(self) -> tuple[FileInfo, ...]:
         """The work folder's entries, sorted by path."""
         return self._portal.call(self._sandbox.list_files())
 
+    def stat(self, path: str) -> FileInfo:
+        """One entry, a link itself and not what it points to."""
+        return self._portal.call(self._sandbox.stat(path))
+
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all in it."""
         self._portal.call(self._sandbox.remove(path))
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Move a file or a folder, replacing a file."""
+        self._portal.call(self._sandbox.rename(path, new_path))
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder with its parents; one that exists is fine."""
+        self._portal.call(self._sandbox.make_folder(path))
+
+    def export_tar(self, path: str = "", *, skipped: Callable[[str, str], None] | None = None) -> Iterator[bytes]:
+        """A folder ("": the work folder) as a tar stream of its regular files and folders."""
+        return self._each(self._sandbox.export_tar(path, skipped=skipped))
+
+    def import_tar(self, source: Iterable[bytes], path: str = "") -> None:
+        """Unpack an uncompressed tar stream into a folder."""
+        self._portal.call(self._sandbox.import_tar(_in_threads(source), path))
 
     def interrupt(self) -> None:
         """Send the exec that another thread waits for what Ctrl-C would."""
@@ -224,6 +344,21 @@ class LiveSandbox:
     def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
         """Destroy the sandbox; save what is new in its work folder below ``out`` if given."""
         return self._portal.call(self._sandbox.close(out=out))
+
+    def _each(self, source: AsyncIterator[bytes]) -> Iterator[bytes]:
+        while (piece := self._portal.call(_next(source))) is not None:
+            yield piece
+
+
+async def _next(source: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(source, None)
+
+
+async def _in_threads(source: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """The pieces of an iterator that may block, which the loop of every other run must not."""
+    pieces = iter(source)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
 
 
 class Runner:
@@ -263,9 +398,12 @@ class Runner:
         stdin: bytes = b"",
         out: Path | None = None,
         sink: Sink | None = None,
+        displays: bool = False,
     ) -> Result:
         """One program in a sandbox of its own; see :meth:`AsyncRunner.run`."""
-        return self._portal.call(self._core.run(program, files=files, stdin=stdin, out=out, sink=sink))
+        return self._portal.call(
+            self._core.run(program, files=files, stdin=stdin, out=out, sink=sink, displays=displays)
+        )
 
     def map(
         self, programs: Iterable[Item], *, concurrency: int | None = None, ordered: bool = True
@@ -279,10 +417,9 @@ class Runner:
         self._portal.call(self._core.fill())
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[LiveSandbox]:
-        """A live sandbox, destroyed at the end of the block."""
-        require(self.tier, self.policy, live=True)
-        sandbox = self._portal.call(self._core._create())
+    def open(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> Iterator[LiveSandbox]:
+        """A live sandbox, destroyed at the end of the block; see :meth:`AsyncRunner.open`."""
+        sandbox = self._portal.call(self._core._open(idle_s, lifetime_s))
         try:
             yield LiveSandbox(self._portal, sandbox)
         finally:
@@ -324,6 +461,7 @@ def run(
     stdin: bytes = b"",
     out: Path | None = None,
     sink: Callable[[Any, bytes], None] | None = None,
+    displays: bool = False,
 ) -> Result:
     """Run one program in a sandbox of its own, with safe defaults: tier ``jail``, no network, 10 s, 256 MiB.
 
@@ -331,6 +469,6 @@ def run(
     for the template. Raises as :meth:`AsyncRunner.run`.
     """
     if tier is None and floor is None and policy is None:
-        return _default_runner().run(program, files=files, stdin=stdin, out=out, sink=sink)
+        return _default_runner().run(program, files=files, stdin=stdin, out=out, sink=sink, displays=displays)
     with Runner(tier=tier, floor=floor, policy=policy) as runner:
-        return runner.run(program, files=files, stdin=stdin, out=out, sink=sink)
+        return runner.run(program, files=files, stdin=stdin, out=out, sink=sink, displays=displays)

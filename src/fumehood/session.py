@@ -10,24 +10,54 @@ way to end a program that does not end itself is the same: kill the enclosure, w
 read what it used. So an exec takes at most its deadline, the kill and the wait; no pipe is waited for. What ended it
 is decided in one pure function, :func:`decide`.
 
+In a live sandbox the deadline of an exec costs less than the sandbox, if the program lets it: first it is interrupted,
+then, :data:`GRACE_S` later, its process group is killed (the interpreter with its variables, if it is code), and only
+if the guest does not report that end either, the enclosure. Commands in the background have no deadline but the
+sandbox's own lifetime, and count towards its CPU time.
+
 Frames arrive in callbacks of the event loop and wake a waiting call once, when its exec or file operation is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from fumehood.artifacts import collect
-from fumehood.errors import ClosedError, FileError, FumehoodError, OutcomeUnknownError, PolicyError, StartError
-from fumehood.model import Artifact, Code, Held, Outcome, Policy, Program, Receipt, Result, Usage, check_path
+from fumehood import tar
+from fumehood.artifacts import _bad_name, collect
+from fumehood.displays import Displays
+from fumehood.errors import (
+    ClosedError,
+    FileError,
+    FumehoodError,
+    OutcomeUnknownError,
+    PolicyError,
+    StartError,
+    UnsupportedError,
+)
+from fumehood.model import (
+    Artifact,
+    Code,
+    Command,
+    Held,
+    Outcome,
+    Policy,
+    Program,
+    Receipt,
+    Result,
+    Usage,
+    check_path,
+    check_terminal_size,
+)
 from fumehood.tier import FileInfo, Sink, Stream
 from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
 
@@ -50,8 +80,15 @@ CPU_SPENT_SHARE = 0.95
 #: standard input at a time.
 PENDING_MAX = 4 << 20
 
+#: How long a program that was interrupted may take to end before its process group is killed, and the guest to report
+#: that end before the sandbox is. A choice: long enough for ``finally`` blocks, short beside the default deadline.
+GRACE_S = 2.0
+
 LISTING_MAX = 64 << 20
 _COUNT_MAX = 1 << 62
+
+_Kind = Literal["file", "folder", "other"]
+_KINDS: Mapping[bytes, _Kind] = {b"f": "file", b"d": "folder"}
 
 
 class Enclosure(Protocol):
@@ -149,29 +186,135 @@ class _Output:
         return len(passed) == len(data)
 
 
+class _Stdin:
+    """Standard input of a program: what waits until the guest asks for it."""
+
+    __slots__ = ("asked", "open", "room", "waiting")
+
+    def __init__(self, data: bytes, *, stays_open: bool = False) -> None:
+        self.waiting = memoryview(data)
+        self.open = stays_open  # more may be written
+        self.asked = False
+        self.room: asyncio.Future[None] | None = None  # set when the writer may go on
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the program has any."""
+        return self.open or bool(self.waiting)
+
+    def take(self) -> tuple[memoryview, bool] | None:
+        """The next piece and whether more may follow, if the guest has asked and there is an answer."""
+        if not self.asked or (self.open and not self.waiting):
+            return None
+        self.asked = False
+        piece, self.waiting = self.waiting[:STDIN_PIECE], self.waiting[STDIN_PIECE:]
+        if self.room is not None and not self.waiting:
+            self.room.set_result(None)
+            self.room = None
+        return piece, self.open or bool(self.waiting)
+
+
 class _Run:
-    """The exec that is under way."""
+    """An exec that is under way."""
 
-    __slots__ = ("done", "failed", "ident", "imposed", "interrupted", "output", "overflow", "status", "stdin")
+    __slots__ = (
+        "displays", "done", "failed", "ident", "imposed", "interrupted", "last", "lost", "output", "overflow",
+        "program", "status", "stdin", "timers",
+    )  # fmt: skip
 
-    def __init__(self, ident: int, output: _Output, stdin: bytes, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, ident: int, program: Program, output: _Output, stdin: _Stdin, last: bool, done: asyncio.Future[None]
+    ) -> None:
         self.ident = ident
+        self.program = program
         self.output = output
-        self.stdin = memoryview(stdin)
+        self.stdin = stdin
+        self.last = last
         self.done = done  # set once the outcome can be decided, or to the sink's exception
+        self.displays: Displays | None = None
         self.status: int | None = None
         self.imposed: Outcome | None = None
         self.failed: str | None = None  # the agent could not start it
+        self.lost = False  # the interpreter with its variables
         self.overflow = False
         self.interrupted = False
+        self.timers: list[asyncio.TimerHandle] = []
+
+
+class Running:
+    """A program under way: what it has printed so far, its standard input, its signals and its end.
+
+    Its program is an exec of the sandbox like any other (then the sandbox has no room for a second one), or a command
+    in the background. Also after the program's end its methods do no harm.
+    """
+
+    def __init__(self, sandbox: GuestSandbox, run: _Run, task: asyncio.Task[Result]) -> None:
+        self._sandbox = sandbox
+        self._run = run
+        self._task = task
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._task.done()
+
+    @property
+    def stdout_data(self) -> bytes:
+        """What it has printed so far, within Limits.output_bytes."""
+        return b"".join(self._run.output.kept["stdout"])
+
+    @property
+    def stderr_data(self) -> bytes:
+        """The same of stderr."""
+        return b"".join(self._run.output.kept["stderr"])
+
+    async def wait(self) -> Result:
+        """Its end, as :meth:`GuestSandbox.exec` has it. Cancelling this does not end the program."""
+        return await asyncio.shield(self._task)
+
+    async def write(self, data: bytes) -> None:
+        """Give it ``data`` to read; waits while more than 256 KiB are unread. Raises ClosedError if it is over."""
+        stdin = self._run.stdin
+        if not stdin.open or self.done:
+            raise ClosedError("the program's standard input is closed", tier=self._sandbox.receipt.tier)
+        stdin.waiting = memoryview(bytes(stdin.waiting) + data)
+        self._sandbox._give_stdin(self._run)
+        while len(stdin.waiting) > STDIN_PIECE and not self.done:
+            if stdin.room is None:
+                stdin.room = asyncio.get_running_loop().create_future()
+            either: set[asyncio.Future[Any]] = {stdin.room, self._task}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+    async def close_stdin(self) -> None:
+        """The end of file, once all that was written is read."""
+        self._run.stdin.open = False
+        self._sandbox._give_stdin(self._run)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group."""
+        if not self.done:
+            self._sandbox._post({"op": "signal", "id": self._run.ident, "number": int(number)})
+
+    async def kill(self) -> None:
+        """SIGKILL to its process group; if it is code, the interpreter's variables are lost."""
+        await self.signal(signal.SIGKILL)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Give its pseudo-terminal another size. Raises PolicyError."""
+        rows, columns = check_terminal_size((rows, columns))
+        if not self.done:
+            self._sandbox._post({"op": "resize", "id": self._run.ident, "rows": rows, "columns": columns})
 
 
 class GuestSandbox:
-    """A :class:`~fumehood.tier.Sandbox` over a channel to the guest agent and an enclosure. See the module.
+    """A :class:`~fumehood.tier.FullSandbox` over a channel to the guest agent and an enclosure. See the module.
 
     Made inside a running event loop, and owns both from then on: :meth:`close` must be called, whatever happens.
     ``env`` is what the tier gives every program (:data:`DEFAULT_ENV` if None), below the policy's own.
     """
+
+    #: Whether the guest is the agent, with all of its frames, and not another that speaks the first few of them.
+    guest_is_agent = True
 
     def __init__(
         self,
@@ -194,7 +337,15 @@ class GuestSandbox:
         hard = cpus is not None and cpus.held is Held.HARD
         self._cpu_rate = policy.limits.cpus if hard else max(policy.limits.cpus, float(os.cpu_count() or 1))
         self._cpu_used = 0.0
+        self._cpu_timer: asyncio.TimerHandle | None = None
         self._run: _Run | None = None
+        self._background: dict[int, _Run] = {}
+        self._tasks: set[asyncio.Task[Result]] = set()  # of the programs that were started and not awaited
+        self._codes = 0  # execs of code so far
+        self._idle_s: float | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._lifetime_timer: asyncio.TimerHandle | None = None
+        self._asking = 0  # file operations under way
         self._replies: dict[int, tuple[asyncio.Future[Header], bytearray]] = {}
         self._next_id = 0
         self._ready = self._loop.create_future()
@@ -219,68 +370,177 @@ class GuestSandbox:
         except TimeoutError:
             raise StartError(f"the guest was not ready within {timeout_s:g} s", tier=self._receipt.tier) from None
 
+    def expire_after(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> None:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        self._idle_s = idle_s
+        if lifetime_s is not None:
+            self._lifetime_timer = self._loop.call_later(lifetime_s, self._expire, f"lifetime of {lifetime_s:g} s")
+        self._rest()
+
+    def _expire(self, what: str) -> None:
+        for run in self._runs():
+            run.imposed = run.imposed or Outcome.WALL
+        self._kill(f"its {what} is over")
+
+    def _rest(self) -> None:
+        """Something has ended: if nothing is left under way, the idle time begins."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        busy = self._run is not None or self._background or self._asking
+        if self._idle_s is not None and not busy and self._killed is None:
+            self._idle_timer = self._loop.call_later(self._idle_s, self._expire, f"idle time of {self._idle_s:g} s")
+
     # --- exec
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
     ) -> Result:
         """See :class:`fumehood.tier.Sandbox`. A sink's exception kills the sandbox and is passed on."""
+        return await self._follow(self._begin(program, _Stdin(stdin), sink, last))
+
+    async def start(
+        self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
+    ) -> Running:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        if background and not isinstance(program, Command):
+            raise PolicyError("only a command runs in the background: code has the one interpreter")
+        if not self.guest_is_agent:
+            raise self._unsupported("handles on running programs")
+        run = self._begin(program, _Stdin(b"", stays_open=stdin), sink, last=False, background=background)
+        task = asyncio.ensure_future(self._follow_background(run) if background else self._follow(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # not awaited by everybody
+        return Running(self, run, task)
+
+    def _begin(self, program: Program, stdin: _Stdin, sink: Sink | None, last: bool, background: bool = False) -> _Run:
+        """The record of an exec, which occupies the sandbox from here on. Raises what exec() does."""
         self._check_usable()
-        if self._run is not None:
+        if self._run is not None and not background:
             raise RuntimeError("an exec is running in this sandbox")
         limits = self._policy.limits
-        started = self._loop.time()
         self._next_id += 1
-        run = _Run(self._next_id, _Output(limits.output_bytes, sink), stdin, self._loop.create_future())
-        payload = self._payload(program)
-        self._run = run
-        timers = [self._loop.call_later(limits.wall_s, self._impose, run, Outcome.WALL)]
-        self._watch_cpu(run, timers, limits.wall_s)
+        output = _Output(limits.output_bytes, sink)
+        run = _Run(self._next_id, program, output, stdin, last, self._loop.create_future())
+        if isinstance(program, Code):
+            wanted = program.displays if program.displays is not None else not last and self.guest_is_agent
+            if not self.guest_is_agent and (wanted or program.context):
+                raise self._unsupported("displays" if wanted else "contexts")
+            if wanted:
+                run.displays = Displays(limits.display_bytes, getattr(sink, "display", None))
+        elif not self.guest_is_agent and (program.env or program.cwd or program.pty):
+            raise self._unsupported("commands with env, cwd or pty")
+        if background:
+            self._background[run.ident] = run
+        else:
+            self._run = run
+        if self._idle_timer is not None:
+            self._rest()
+        return run
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"cannot hold: {what}", unmet=(what,), tier=self._receipt.tier)
+
+    async def _follow(self, run: _Run) -> Result:
+        """Hand the program over and see it to its end."""
+        limits = self._policy.limits
+        started = self._loop.time()
+        run.timers.append(self._loop.call_later(limits.wall_s, self._deadline, run))
+        if (limits.cpu_s - self._cpu_used) < limits.wall_s * self._cpu_rate:
+            self._watch_cpu()
         handed_over = False
         try:
             try:
-                await self._hand_over(run, program, payload, last)
+                await self._hand_over(run)
                 handed_over = True
             except ChannelClosed:
                 pass  # run.done is set by now, with what is known
             await run.done
             finished = self._loop.time()
-            if last or self._killed is not None:
-                self._kill("it was for one program only" if last else None)
+            if run.last or self._killed is not None:
+                self._kill("it was for one program only" if run.last else None)
                 await self._enclosure.wait_dead()
+        except PolicyError:
+            raise  # it was not handed over
         except BaseException:
             self._kill("an exec was cancelled or its sink failed")
             raise
         finally:
-            for timer in timers:
+            for timer in run.timers:
                 timer.cancel()
             self._run = None
+            if self._cpu_timer is not None and not self._background:
+                self._cpu_timer.cancel()
+                self._cpu_timer = None
+            if self._idle_s is not None:
+                self._rest()
         return self._result(run, handed_over, (finished if run.status is not None else self._loop.time()) - started)
 
-    def _payload(self, program: Program) -> memoryview:
-        """Environment and code or arguments. Raises PolicyError."""
-        body = program.data if isinstance(program, Code) else b"".join(_raw(a) + b"\0" for a in program.argv)
-        payload = memoryview(self._env + body)
+    async def _follow_background(self, run: _Run) -> Result:
+        """The same for a command in the background, which has no deadline of its own."""
+        started = self._loop.time()
+        self._watch_cpu()
+        handed_over = False
+        try:
+            try:
+                await self._hand_over(run, background=True)
+                handed_over = True
+            except ChannelClosed:
+                pass
+            await run.done
+            seconds = self._loop.time() - started
+            if self._killed is not None:
+                await self._enclosure.wait_dead()
+        finally:
+            del self._background[run.ident]
+            if self._idle_s is not None:
+                self._rest()
+        return self._result(run, handed_over, seconds, background=True)
+
+    def _payload(self, program: Program, helper: bytes) -> tuple[memoryview, int, int]:
+        """Environment, helper or folder, code or arguments; the lengths of the first two. Raises PolicyError."""
+        env, middle = self._env, helper
+        if isinstance(program, Code):
+            body = program.data
+        else:
+            env += b"".join(_raw(f"{k}={v}") + b"\0" for k, v in program.env.items())
+            middle = program.cwd.encode()
+            body = b"".join(_raw(a) + b"\0" for a in program.argv)
+        payload = memoryview(b"".join((env, middle, body)))
         if len(payload) > PAYLOAD_MAX:
             raise PolicyError(f"environment and program are longer than {PAYLOAD_MAX} bytes together")
-        return payload
+        return payload, len(env), len(middle)
 
-    async def _hand_over(self, run: _Run, program: Program, payload: memoryview, last: bool) -> None:
-        """Send the program. Raises ChannelClosed if the agent cannot have all of it."""
+    async def _hand_over(self, run: _Run, background: bool = False) -> None:
+        """Send the program. Raises PolicyError, and ChannelClosed if the agent cannot have all of it."""
+        program = run.program
         code = isinstance(program, Code)
+        payload, env_bytes, middle_bytes = self._payload(program, _helper() if run.displays is not None else b"")
         header: Header = {
             "op": "exec",
             "id": run.ident,
             "kind": "code" if code else "command",
-            "last": last and code,
+            "last": run.last and code,
             "output_bytes": run.output.budget,
             "overflow": self._policy.overflow,
-            "stdin": bool(run.stdin),
-            "env_bytes": len(self._env),
+            "stdin": run.stdin.wanted,
+            "env_bytes": env_bytes,
             "size": len(payload),
         }
         if isinstance(program, Code):
-            header["name"] = program.name[:255]
+            header["name"] = self._name(program, run.last)
+            if program.context:
+                header["context"] = program.context
+            if run.displays is not None:
+                header |= {"helper_bytes": middle_bytes, "display_bytes": self._policy.limits.display_bytes}
+        else:
+            if middle_bytes:
+                header["cwd_bytes"] = middle_bytes
+            if background:
+                header["background"] = True
+            if program.pty is not None:
+                header["rows"], header["columns"] = program.pty
         while True:
             piece, payload = payload[:BODY_MAX], payload[BODY_MAX:]
             header["more"] = bool(payload)
@@ -290,20 +550,34 @@ class GuestSandbox:
             await self._channel.send(header, piece)
             header = {"op": "more", "id": run.ident}
 
-    def _result(self, run: _Run, handed_over: bool, seconds: float) -> Result:
-        """What became of the exec. Raises StartError, OutcomeUnknownError."""
+    def _name(self, program: Code, last: bool) -> str:
+        """What tracebacks call the program: the default name is made different for each exec of a live sandbox."""
+        self._codes += 1
+        if program.name == "<agent>" and not last:
+            return f"<agent-{self._codes}>"
+        return program.name[:255]
+
+    def _result(self, run: _Run, handed_over: bool, seconds: float, background: bool = False) -> Result:
+        """What became of the exec. Raises StartError, OutcomeUnknownError, UnsupportedError."""
         if run.failed is not None:
+            if isinstance(run.program, Command) and run.program.pty is not None:
+                raise self._unsupported("pty") from StartError(run.failed)
             raise StartError(run.failed, tier=self._receipt.tier)
-        if self._closing is not None:  # the enclosure may be released already
+        if self._closing is not None and run.imposed is not Outcome.CANCELLED:  # the enclosure may be released already
             raise OutcomeUnknownError("close() was called during an exec", tier=self._receipt.tier)
+        if background:  # what it used is part of what the sandbox used, and counted there
+            return self._outcome(run, handed_over, seconds, None, None)
         cpu_s, peak = self._enclosure.usage()
+        return self._outcome(run, handed_over, seconds, cpu_s, peak)
+
+    def _outcome(self, run: _Run, handed_over: bool, seconds: float, cpu_s: float | None, peak: int | None) -> Result:
         enough = CPU_SPENT_SHARE * self._policy.limits.cpu_s
         spent = run.status == -signal.SIGXCPU if cpu_s is None else cpu_s >= enough
         ended = Ending(
             status=run.status,
             imposed=run.imposed,
             overflow=run.overflow,
-            memory_killed=self._enclosure.memory_killed(),
+            memory_killed=self._closing is None and self._enclosure.memory_killed(),
             cpu_spent=spent,
             interrupted=run.interrupted,
         )
@@ -316,7 +590,7 @@ class GuestSandbox:
             raise OutcomeUnknownError(message, tier=self._receipt.tier)
         outcome, exit_code = verdict
         used = None if cpu_s is None else max(cpu_s - self._cpu_used, 0.0)
-        self._cpu_used = cpu_s if cpu_s is not None else 0.0
+        self._cpu_used = max(cpu_s or 0.0, self._cpu_used)
         output = run.output
         return Result(
             outcome=outcome,
@@ -326,56 +600,94 @@ class GuestSandbox:
             seconds=seconds,
             usage=Usage(used, peak, output.counts["stdout"], output.counts["stderr"]),
             receipt=self._receipt,
+            displays=run.displays.finish() if run.displays is not None else (),
+            displays_truncated=run.displays is not None and run.displays.truncated,
+            interpreter_lost=run.lost and not run.last,
         )
 
     def _lost_message(self, when: str) -> str:
         reason = self._enclosure.lost_reason() or self._fatal or self._killed or "no reason known"
         return f"the guest was lost {when}: {reason}"
 
+    def _runs(self) -> tuple[_Run, ...]:
+        return (*((self._run,) if self._run is not None else ()), *self._background.values())
+
+    def _find(self, ident: object) -> _Run | None:
+        """The exec that the guest speaks of, if there is such a one."""
+        run = self._run
+        if run is not None and run.ident == ident:
+            return run
+        return self._background.get(ident) if type(ident) is int else None
+
     def _impose(self, run: _Run, outcome: Outcome) -> None:
-        """End the exec from outside: nothing that the guest still says counts."""
-        if run is self._run and not run.done.done():
+        """End the exec from outside, and the sandbox with it: nothing that the guest still says counts."""
+        if not run.done.done():
             run.imposed = outcome
             self._kill(f"the limit was reached: {outcome.value}")
 
-    def _watch_cpu(self, run: _Run, timers: list[asyncio.TimerHandle], wall_s: float) -> None:
-        """Look at the CPU time when it can have reached the limit at the earliest, if that is before the deadline."""
-        left = self._policy.limits.cpu_s - self._cpu_used
-        if left < wall_s * self._cpu_rate:
-            timers.append(self._loop.call_later(max(left / self._cpu_rate, CPU_LOOK_MIN_S), self._look, run, timers))
+    def _deadline(self, run: _Run) -> None:
+        """The wall clock has reached its limit."""
+        if run.last or not self.guest_is_agent:
+            self._impose(run, Outcome.WALL)
+        elif not run.done.done():
+            run.imposed = Outcome.WALL
+            self._post({"op": "interrupt"})
+            run.timers.append(self._loop.call_later(GRACE_S, self._force, run, Outcome.WALL))
 
-    def _look(self, run: _Run, timers: list[asyncio.TimerHandle]) -> None:
+    def _force(self, run: _Run, outcome: Outcome) -> None:
+        """It was interrupted and has not ended: kill its process group, and if that is not reported, everything."""
+        if not run.done.done():
+            run.imposed = outcome
+            self._post({"op": "signal", "id": run.ident, "number": int(signal.SIGKILL)})
+            run.timers.append(self._loop.call_later(GRACE_S, self._impose, run, outcome))
+
+    def _watch_cpu(self) -> None:
+        """Look at the CPU time when it can have reached the limit at the earliest."""
+        if self._cpu_timer is None:
+            left = self._policy.limits.cpu_s - self._cpu_used
+            self._cpu_timer = self._loop.call_later(max(left / self._cpu_rate, CPU_LOOK_MIN_S), self._look)
+
+    def _look(self) -> None:
+        self._cpu_timer = None
+        runs = self._runs()
+        if not runs or self._killed is not None:
+            return
         used, _ = self._enclosure.usage()
-        if used is None or run is not self._run or run.done.done():
+        if used is None:
             return
         left = self._policy.limits.cpu_s - used
         if left <= 0:
-            self._impose(run, Outcome.CPU)
+            for run in runs:
+                self._impose(run, Outcome.CPU)
         else:
             wait = max(left / self._cpu_rate, CPU_LOOK_MIN_S)
-            timers[1:] = [self._loop.call_later(wait, self._look, run, timers)]
+            self._cpu_timer = self._loop.call_later(wait, self._look)
 
     # --- what the guest says
 
     def _on_frame(self, header: Header, body: bytes) -> None:
         operation = header["op"]
-        run = self._run
+        run = self._find(header.get("id"))
         if operation in ("out", "err"):
-            if run is not None and header.get("id") == run.ident:
+            if run is not None:
                 self._take_output(run, "stdout" if operation == "out" else "stderr", body)
+        elif operation == "display":
+            if run is not None:
+                self._take_display(run, body)
         elif operation == "done":
-            if run is not None and header.get("id") == run.ident:
+            if run is not None:
                 self._take_done(run, header)
         elif operation == "reply":
             self._take_reply(header, body)
         elif operation == "stdin":
-            if run is not None and header.get("id") == run.ident:
+            if run is not None:
+                run.stdin.asked = True
                 self._give_stdin(run)
         elif operation == "ready":
             if not self._ready.done():
                 self._ready.set_result(None)
         elif operation == "failed":
-            if run is not None and header.get("id") == run.ident and not run.done.done():
+            if run is not None and not run.done.done():
                 run.failed = f"the guest could not start the program: {str(header.get('message'))[:200]}"
                 run.done.set_result(None)
         elif operation == "fatal":
@@ -395,6 +707,15 @@ class GuestSandbox:
         if not fits and self._policy.overflow == "stop":
             self._impose(run, Outcome.OUTPUT)
 
+    def _take_display(self, run: _Run, body: bytes) -> None:
+        if run.done.done() or run.displays is None:
+            return
+        try:
+            run.displays.feed(body)
+        except Exception as error:
+            run.done.set_exception(error)
+            self._kill("the sink failed")
+
     def _take_done(self, run: _Run, header: Header) -> None:
         status = header.get("status")
         counts = [header.get("out_bytes"), header.get("err_bytes")]
@@ -405,19 +726,27 @@ class GuestSandbox:
             return
         run.status = status
         run.overflow = header.get("overflow") is True and self._policy.overflow == "stop"
-        self.interpreter_lost = header.get("lost") is True
+        run.lost = header.get("lost") is True
+        if isinstance(run.program, Code):
+            self.interpreter_lost = run.lost
         kept = run.output.counts
         kept["stdout"] = max(kept["stdout"], header["out_bytes"])
         kept["stderr"] = max(kept["stderr"], header["err_bytes"])
         run.done.set_result(None)
 
     def _give_stdin(self, run: _Run) -> None:
+        """Answer the guest's question for standard input, if it has asked and there is an answer."""
         if self._channel.pending_bytes > PENDING_MAX:
             self._kill("the guest asks without listening")
             return
-        piece, run.stdin = run.stdin[:STDIN_PIECE], run.stdin[STDIN_PIECE:]
+        taken = run.stdin.take()
+        if taken is not None:
+            self._post({"op": "stdin", "id": run.ident, "more": taken[1]}, taken[0])
+
+    def _post(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """Send a frame to a guest that may be gone: then that is known elsewhere."""
         try:
-            self._channel.post({"op": "stdin", "id": run.ident, "more": bool(run.stdin)}, piece)
+            self._channel.post(header, body)
         except ChannelClosed:
             pass
 
@@ -431,8 +760,12 @@ class GuestSandbox:
             self._killed = why or "it was killed"
         self._enclosure.kill()
         self._channel.close()
-        if self._run is not None and not self._run.done.done():
-            self._run.done.set_result(None)
+        for timer in (self._cpu_timer, self._idle_timer, self._lifetime_timer):
+            if timer is not None:
+                timer.cancel()
+        for run in self._runs():
+            if not run.done.done():
+                run.done.set_result(None)
         if not self._ready.done():
             self._ready.set_exception(StartError(self._lost_message("before it was ready"), tier=self._receipt.tier))
         replies, self._replies = self._replies, {}
@@ -454,6 +787,9 @@ class GuestSandbox:
         future: asyncio.Future[Header] = self._loop.create_future()
         data = bytearray()
         self._replies[ident] = future, data
+        self._asking += 1
+        if self._idle_timer is not None:
+            self._rest()
         timer = self._loop.call_later(self._policy.limits.wall_s, self._kill, "a file operation passed the deadline")
         try:
             try:
@@ -467,6 +803,9 @@ class GuestSandbox:
         finally:
             timer.cancel()
             self._replies.pop(ident, None)
+            self._asking -= 1
+            if self._idle_s is not None:
+                self._rest()
         error = header.get("error")
         if error is not None:
             failure = FileError(str(header.get("message"))[:200], tier=self._receipt.tier)
@@ -489,19 +828,45 @@ class GuestSandbox:
 
     async def write_file(self, path: str, data: bytes) -> None:
         """See :class:`fumehood.tier.Sandbox`."""
+        await self.write_stream(path, (data,))
+
+    async def write_stream(self, path: str, source: AsyncIterable[bytes] | Iterable[bytes]) -> None:
+        """See :class:`fumehood.tier.FullSandbox`."""
         path = check_path(path)
         raw = path.encode()
         room = BODY_MAX - len(raw)
         self._written.pop(path, None)
-        for start in range(0, len(data), room) if data else (0,):
-            piece = raw + data[start : start + room]
-            await self._ask("write", body=piece, path_bytes=len(raw), offset=start)
-        self._written[path] = len(data), sha256(data).hexdigest()
+        digest = sha256()
+        offset = 0
+        try:
+            async for data in _pieces(source):
+                for start in range(0, len(data), room):
+                    piece = data[start : start + room]
+                    await self._ask("write", body=raw + piece, path_bytes=len(raw), offset=offset)
+                    digest.update(piece)
+                    offset += len(piece)
+            if offset == 0:
+                await self._ask("write", body=raw, path_bytes=len(raw), offset=0)
+        except FileError:
+            raise  # the guest has removed what there was of it
+        except Exception:
+            if offset and self._killed is None:
+                await self._ask("remove", body=raw, path_bytes=len(raw))
+            raise
+        self._written[path] = offset, digest.hexdigest()
 
     async def read_file(self, path: str, *, max_bytes: int = READ_FILE_MAX) -> bytes:
         """See :class:`fumehood.tier.Sandbox`."""
+        return b"".join([piece async for piece in self._read(path, max_bytes)])
+
+    async def read_stream(self, path: str) -> AsyncIterator[bytes]:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        async for piece in self._read(path, self._policy.limits.disk_bytes):
+            yield piece
+
+    async def _read(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+        """A regular file's content in pieces of at most 1 MiB, refused above ``max_bytes``."""
         raw = check_path(path).encode()
-        pieces: list[bytes] = []
         got = 0
         while True:
             header, data = await self._ask(
@@ -513,21 +878,99 @@ class GuestSandbox:
             got += len(data)
             if got > max_bytes or header["size"] > max_bytes:
                 raise FileError(f"{path!r} is larger than {max_bytes} bytes", tier=self._receipt.tier)
-            pieces.append(data)
+            if data:
+                yield data
             if not data or got >= header["size"]:
-                return b"".join(pieces)
+                return
 
     async def list_files(self) -> tuple[FileInfo, ...]:
         """See :class:`fumehood.tier.Sandbox`. Names that are not UTF-8 show U+FFFD."""
+        found = [FileInfo(n.decode("utf-8", "replace"), kind, size) for n, kind, size in await self._list("")]
+        return tuple(sorted(found, key=lambda f: f.path))
+
+    async def _list(self, path: str) -> list[tuple[bytes, _Kind, int]]:
+        """Name, kind and size of what is below ``path``, at most Limits.files entries."""
         count = self._policy.limits.files
-        _, data = await self._ask("list", limit=LISTING_MAX, count=count)
-        found = []
+        raw = check_path(path).encode() if path else b""
+        where = {"path_bytes": len(raw)} if raw else {}
+        _, data = await self._ask("list", body=raw, limit=LISTING_MAX, count=count, **where)
+        found: list[tuple[bytes, _Kind, int]] = []
         for line in data.split(b"\0", count)[:count]:
             size, _, name = line[1:].partition(b" ")
             if size.isdigit() and len(size) < 20 and name:
-                kind = {b"f": "file", b"d": "folder"}.get(line[:1], "other")
-                found.append(FileInfo(name.decode("utf-8", "replace"), kind, int(size)))  # type: ignore[arg-type]
-        return tuple(sorted(found, key=lambda f: f.path))
+                found.append((name, _KINDS.get(line[:1], "other"), int(size)))
+        return found
+
+    async def stat(self, path: str) -> FileInfo:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        path = check_path(path)
+        header, _ = await self._ask("stat", body=path.encode(), path_bytes=len(path.encode()))
+        size, modified, mode = (header.get(name) for name in ("size", "mtime", "mode"))
+        if not (_is_count(size) and _is_count(modified) and _is_count(mode)):
+            raise FileError("the guest sent a malformed reply", tier=self._receipt.tier)
+        kinds: dict[Any, _Kind] = {"file": "file", "folder": "folder"}
+        kind = kinds.get(str(header.get("kind")), "other")
+        return FileInfo(path, kind, header["size"], header["mtime"], header["mode"] & 0o7777)
+
+    async def rename(self, path: str, new_path: str) -> None:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        path, new_path = check_path(path), check_path(new_path)
+        raw, to = path.encode(), new_path.encode()
+        await self._ask("rename", body=raw + to, path_bytes=len(raw), to_bytes=len(to))
+        self._written.pop(path, None)
+        self._written.pop(new_path, None)
+
+    async def make_folder(self, path: str) -> None:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        raw = check_path(path).encode()
+        await self._ask("mkdir", body=raw, path_bytes=len(raw))
+
+    async def export_tar(
+        self, path: str = "", *, skipped: Callable[[str, str], None] | None = None
+    ) -> AsyncIterator[bytes]:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        top = check_path(path).encode() + b"/" if path else b""
+        left = self._policy.limits.disk_bytes
+        for name, kind, size in sorted(await self._list(path)):
+            reason = next((r for r in map(_bad_name, name.split(b"/")) if r), None)
+            if reason is None and (kind == "other" or not name.startswith(top)):
+                reason = "not a file or folder"
+            if reason is None and size > left and kind == "file":
+                reason = f"more than {self._policy.limits.disk_bytes} bytes together"
+            if reason is not None:
+                if skipped is not None:
+                    skipped(name.decode("utf-8", "replace"), reason)
+                continue
+            inner = name.removeprefix(top).decode()
+            if kind == "folder":
+                yield tar.folder(inner)
+                continue
+            left -= size
+            yield tar.file(inner, size)
+            got = 0
+            async for piece in self._read(name.decode(), self._policy.limits.disk_bytes):
+                yield piece[: size - got]
+                got += min(len(piece), size - got)
+            if got < size:
+                raise FileError(f"{inner!r:.200} became shorter while it was read", tier=self._receipt.tier)
+            yield tar.padding(size)
+        yield tar.END
+
+    async def import_tar(self, source: AsyncIterable[bytes] | Iterable[bytes], path: str = "") -> None:
+        """See :class:`fumehood.tier.FullSandbox`."""
+        top = check_path(path) + "/" if path else ""
+        limits = self._policy.limits
+        reader = tar.Reader(_pieces(source), members=limits.files, total_bytes=limits.disk_bytes)
+        try:
+            while (member := await reader.next()) is not None:
+                if member.is_folder:
+                    await self.make_folder(top + member.path)
+                else:
+                    await self.write_stream(top + member.path, reader.data())
+        except FileError:
+            raise
+        except ValueError as error:
+            raise FileError(f"the tar stream was not taken: {error}", tier=self._receipt.tier) from None
 
     async def remove(self, path: str) -> None:
         """See :class:`fumehood.tier.Sandbox`."""
@@ -536,15 +979,17 @@ class GuestSandbox:
 
     # --- the end
 
-    async def interrupt(self) -> None:
-        """See :class:`fumehood.tier.Sandbox`."""
+    async def interrupt(self, *, grace_s: float | None = GRACE_S) -> None:
+        """See :class:`fumehood.tier.Sandbox`; ``grace_s`` is how long the program may take to end before it is killed.
+
+        None: it may go on.
+        """
         run = self._run
         if run is not None and self._killed is None and not run.done.done():
             run.interrupted = True
-            try:
-                self._channel.post({"op": "interrupt"})
-            except ChannelClosed:
-                pass
+            self._post({"op": "interrupt"})
+            if grace_s is not None and self.guest_is_agent:
+                run.timers.append(self._loop.call_later(grace_s, self._force, run, Outcome.CANCELLED))
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
         """See :class:`fumehood.tier.Sandbox`. Cancelling it does not stop the cleaning up.
@@ -552,6 +997,8 @@ class GuestSandbox:
         Raises FumehoodError if the artifacts could not be saved below ``out``; the sandbox is released even so.
         """
         if self._closing is None:
+            for run in self._background.values():
+                run.imposed = run.imposed or Outcome.CANCELLED
             self._kill("close() was called")
             self._closing = asyncio.ensure_future(self._clean_up(out))
         return await asyncio.shield(self._closing)
@@ -559,6 +1006,8 @@ class GuestSandbox:
     async def _clean_up(self, out: Path | None) -> tuple[Artifact, ...]:
         try:
             await self._enclosure.wait_dead()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
             workdir = self._enclosure.workdir_fd()
             if out is None or workdir is None:
                 return ()
@@ -566,6 +1015,23 @@ class GuestSandbox:
             return await asyncio.to_thread(_collect, os.dup(workdir), out, self._policy, dict(self._written))
         finally:
             await self._enclosure.release()
+
+
+@lru_cache(maxsize=1)
+def _helper() -> bytes:
+    """The text of :mod:`fumehood.guest.displays`, which runs in the interpreter of a program that may display."""
+    spec = importlib.util.find_spec("fumehood.guest.displays")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_bytes()
+
+
+async def _pieces(source: AsyncIterable[bytes] | Iterable[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(source, AsyncIterable):
+        async for piece in source:
+            yield piece
+    else:
+        for piece in source:
+            yield piece
 
 
 def _collect(workdir: int, out: Path, policy: Policy, unchanged: Mapping[str, tuple[int, str]]) -> tuple[Artifact, ...]:

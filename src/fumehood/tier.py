@@ -7,18 +7,27 @@ cannot hold is refused by :func:`require` before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from fumehood.errors import UnsupportedError
-from fumehood.model import Artifact, Boundary, Command, Limits, Policy, Program, Receipt, Result
+from fumehood.model import Artifact, Boundary, Code, Command, Display, Limits, Policy, Program, Receipt, Result
 
 Stream = Literal["stdout", "stderr"]
 
-#: Called with each piece of output as it comes, within Limits.output_bytes. It must not block.
+#: Called with each piece of output as it comes, within Limits.output_bytes. It must not block. One that has a method
+#: ``display`` as well (a :class:`DisplaySink`) is called there with each display.
 Sink = Callable[[Stream, bytes], None]
+
+
+class DisplaySink(Protocol):
+    """A sink that takes displays as they come, too. Neither method may block."""
+
+    def __call__(self, stream: Stream, data: bytes, /) -> None: ...
+
+    def display(self, display: Display, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,10 @@ class Features:
     live: bool = False  # open(): state and files last between execs
     files: bool = False  # files in and artifacts out
     commands: bool = False  # exec(Command)
+    contexts: bool = False  # Code.context, in a live sandbox
+    displays: bool = False  # Code.displays, top-level await, Result.displays
+    background: bool = False  # FullSandbox.start(): handles, standard input as it comes, commands in the background
+    pty: bool = False  # Command.pty
     environments: bool = False  # Policy.environment and preload
     mounts: bool = False  # Policy.mounts
     egress_open: bool = False  # Policy.egress == ("*",)
@@ -59,6 +72,8 @@ class FileInfo:
     path: str
     kind: Literal["file", "folder", "other"]
     size_bytes: int
+    modified_s: int | None = None  # seconds since 1970, as the sandbox says; not in a listing
+    mode: int | None = None  # permission bits; not in a listing
 
 
 class Sandbox(Protocol):
@@ -93,13 +108,119 @@ class Sandbox(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """Send the running exec what Ctrl-C would; nothing if none runs."""
+        """Send the running exec what Ctrl-C would; nothing if none runs.
+
+        A program that does not end within a bounded time is killed; if it is code, its variables are lost then
+        (Result.interpreter_lost), while the sandbox and its files live on.
+        """
         ...
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
         """Kill everything, then, if ``out`` is given, save the files left in the work folder below it.
 
         Idempotent. Only what is new or changed since it was written by the host is saved.
+        """
+        ...
+
+
+class RunningProgram(Protocol):
+    """A program that was started and is not awaited. After its end the methods do no harm."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def stdout_data(self) -> bytes: ...
+
+    @property
+    def stderr_data(self) -> bytes: ...
+
+    async def wait(self) -> Result:
+        """Its end. Raises what :meth:`Sandbox.exec` does. Cancelling this does not end the program."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Give it something to read; waits while much is unread. Raises ClosedError if it is over."""
+        ...
+
+    async def close_stdin(self) -> None:
+        """End of file, once it has read what was written."""
+        ...
+
+    async def signal(self, number: int) -> None:
+        """A signal to its process group."""
+        ...
+
+    async def kill(self) -> None:
+        """SIGKILL to its process group."""
+        ...
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Another size for its pseudo-terminal. Raises PolicyError."""
+        ...
+
+
+class FullSandbox(Sandbox, Protocol):
+    """What a live sandbox is in tiers with the guest agent; Features says which parts a tier promises."""
+
+    def expire_after(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> None:
+        """Close down after ``lifetime_s`` in all, and when nothing was under way for ``idle_s``.
+
+        All inside is killed then, an exec under way has Outcome.WALL, and later calls raise ClosedError. The files
+        can still be saved by close(). Call it once.
+        """
+        ...
+
+    async def start(
+        self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
+    ) -> RunningProgram:
+        """Begin to run a program; ``stdin`` opens its standard input for :meth:`RunningProgram.write`.
+
+        Without ``background`` it is the sandbox's one exec until it ends. With it, a command runs beside execs, up to
+        32 of them, without a deadline of its own; its usage is part of the sandbox's. Raises what exec() does;
+        PolicyError for code in the background.
+        """
+        ...
+
+    async def write_stream(self, path: str, source: AsyncIterable[bytes] | Iterable[bytes]) -> None:
+        """Create or replace a file from pieces, holding one at a time. Raises FileError, ClosedError.
+
+        What ``source`` raises is passed on, and no part of the file is left.
+        """
+        ...
+
+    def read_stream(self, path: str) -> AsyncIterator[bytes]:
+        """A regular file in pieces of at most 1 MiB, up to Limits.disk_bytes in all. Raises FileError, ClosedError.
+
+        A program that changes the file meanwhile is seen doing it.
+        """
+        ...
+
+    async def stat(self, path: str) -> FileInfo:
+        """One entry, a link itself and not what it points to. Raises FileError, ClosedError."""
+        ...
+
+    async def rename(self, path: str, new_path: str) -> None:
+        """Move a file or folder, replacing a file. Raises FileError, ClosedError."""
+        ...
+
+    async def make_folder(self, path: str) -> None:
+        """Make a folder with its parents; one that exists is fine. Raises FileError, ClosedError."""
+        ...
+
+    def export_tar(self, path: str = "", *, skipped: Callable[[str, str], None] | None = None) -> AsyncIterator[bytes]:
+        """A folder ("": the work folder) as a tar stream, made on this side, of its regular files and folders.
+
+        ``skipped`` is called with the path and the reason of what is left out: links, devices, names that deceive or
+        that tools act upon (see :mod:`fumehood.artifacts`). Raises FileError, ClosedError.
+        """
+        ...
+
+    async def import_tar(self, source: AsyncIterable[bytes] | Iterable[bytes], path: str = "") -> None:
+        """Unpack an uncompressed tar stream into a folder; see :mod:`fumehood.tar` for what is refused.
+
+        At most Limits.files members and Limits.disk_bytes are taken. Raises FileError at the first member that is
+        refused (those before it are there), ClosedError.
         """
         ...
 
@@ -157,8 +278,16 @@ def require(
             unmet.append("egress to everywhere")
     elif policy.egress and not features.egress_list:
         unmet.append("egress by an allow-list")
-    if isinstance(program, Command) and not features.commands:
-        unmet.append("commands")
+    if isinstance(program, Command):
+        if not features.commands:
+            unmet.append("commands")
+        if program.pty is not None and not features.pty:
+            unmet.append("pty")
+    elif isinstance(program, Code):
+        if program.displays and not features.displays:
+            unmet.append("displays")
+        if program.context and not features.contexts:
+            unmet.append("contexts")
     usual = Limits()
     for field in fields(Limits):
         value = getattr(policy.limits, field.name)

@@ -319,8 +319,10 @@ def test_quotas_are_read_from_text(text: str) -> None:
         "key:runs=-1/60",
         "key:runs=nan/60",
         "key:x=1/2",
-    ]
-    + ["key:runs=1/0", "key:runs=1/1e12", "key:runs=x/60"],
+        "key:runs=1/0",
+        "key:runs=1/1e12",
+        "key:runs=x/60",
+    ],
 )
 def test_malformed_quotas_are_refused(text: str) -> None:
     with pytest.raises(PolicyError):

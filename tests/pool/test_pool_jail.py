@@ -179,6 +179,7 @@ def test_nothing_is_left(private_tmp: Path) -> None:
         first.run("pass")
     before = Look.take(private_tmp)
     with Runner(tier="jail", warm=4) as runner:
+        assert all(item.result for item in runner.map(["print(1)"] * 8, concurrency=8))
         runner.fill()
         for _ in range(8):
             assert runner.run("print(1)").ok

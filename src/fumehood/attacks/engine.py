@@ -25,7 +25,7 @@ from fumehood.attacks.prelude import compose
 from fumehood.attacks.residue import Residue
 from fumehood.attacks.stage import Stage, remove_sysv
 from fumehood.errors import FileError, FumehoodError, PolicyError
-from fumehood.model import Code, Mount, Outcome, Policy
+from fumehood.model import Boundary, Code, Mount, Outcome, Policy
 from fumehood.tier import Sandbox, Tier
 
 LOOK_S = 0.02
@@ -37,6 +37,9 @@ _MOUNTED = "/mnt/open"
 
 #: The end of a traceback that says the attacker's program was wrong, not that it was stopped.
 _MISTAKES = (b"NameError", b"SyntaxError", b"ImportError", b"ModuleNotFoundError", b"AttributeError", b"TypeError")
+
+#: Boundaries in which a program has no system calls, so that attacks made of those say nothing.
+_NO_PROCESS = (Boundary.INTERPRETER, Boundary.RUNTIME)
 
 MakeTier = Callable[[Attack, Stage], Tier]
 
@@ -95,6 +98,8 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     lacking = [name for name in attack.features if not getattr(tier.features, name)]
     if lacking:
         return end(Verdict.NOT_APPLICABLE, f"the tier has no {lacking[0].replace('_', ' ')}")
+    if not tier.features.full_python or tier.features.boundary in _NO_PROCESS:
+        return end(Verdict.NOT_APPLICABLE, "the program is not a process of Linux in this tier")
     policy = attack.policy(base)
     mounted = str(stage.open)
     if tier.features.mounts and "T.mounted" in attack.program:

@@ -90,5 +90,4 @@ ATTACKS = (
     _row("P11b", "no limit on the number of processes together", watch.unbounded_cgroup("pids"), "pids", limit="pids"),
     _row("P11c", "no limit on CPU per second", watch.unbounded_cgroup("cpu"), "cpu", limit="cpu"),
     _row("P13", "a receipt that claims what is not so", false_claim(), holds=Boundary.LIMITS),
-    _row("P12", "a parent that the program's user can read", watch.agent_readable()),
 )  # fmt: skip

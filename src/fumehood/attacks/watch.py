@@ -17,7 +17,7 @@ from pathlib import Path
 from fumehood.attacks import host
 from fumehood.attacks.model import Watch
 from fumehood.attacks.observe import Run, self_namespaces
-from fumehood.attacks.procfs import Posture, descendants, namespaces, open_files, process
+from fumehood.attacks.procfs import Posture, namespaces, open_files, process
 from fumehood.attacks.procfs import status as process_status
 
 MiB = 1 << 20
@@ -738,31 +738,6 @@ def lock_seen(path: Callable[[], str]) -> Watch:
         return "the program's lock is seen on the host" if run.done and host.is_locked(path()) else None
 
     return Watch("flock() by the host on a file of the runtime", judge, marked=True)
-
-
-def agent_readable() -> Watch:
-    """The parent of the program's process is dumpable, so that code of its user may read and trace it."""
-
-    def check(run: Run, seen: Posture) -> str | None:
-        parent = seen.proc.ppid
-        if parent == os.getpid() or parent not in descendants():
-            return None
-        uid = process_status(parent).get("Uid", "").split()
-        owner = os.stat(f"/proc/{parent}/mem").st_uid
-        # proc(5): files of a process that is not dumpable belong to root
-        same = uid and owner == int(uid[1]) and seen.status.get("Uid", "").split()[:1] == uid[:1]
-        return (
-            f"its parent, process {parent}, can be read by the same user"
-            if same and _undumpable_shows(parent)
-            else None
-        )
-
-    return _on_marked("the owner of /proc/PARENT/mem", check)
-
-
-def _undumpable_shows(pid: int) -> bool:
-    """Whether the owner tells dumpable from not: for a process of root they are the same."""
-    return process_status(pid).get("Uid", "0").split()[0] != "0"
 
 
 def bounded_by(name: str, value: int) -> Callable[[Run], int]:

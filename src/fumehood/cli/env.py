@@ -33,7 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 _BUILD = """\
 Install packages, with all they need, under a name. Only wheels are installed; pip's own configuration names the
-index. With --wasm, compile the WebAssembly module of tier wasm instead, which takes a minute or more. The cache is $FUMEHOOD_CACHE, else $XDG_CACHE_HOME/fumehood, else ~/.cache/fumehood."""
+index. With --wasm, compile the WebAssembly module of tier wasm instead, which takes a minute or more. The cache is
+$FUMEHOOD_CACHE, else $XDG_CACHE_HOME/fumehood, else ~/.cache/fumehood."""
 _REMOVE = "Remove an environment, and the packages that no other one uses. A sandbox that is using it loses them."
 
 

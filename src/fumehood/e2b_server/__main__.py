@@ -17,8 +17,8 @@ from fumehood.e2b_server.sandboxes import Sandboxes
 from fumehood.model import Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
 
-#: Limits of what lives for an hour: the SDK's own timeouts end a command or a cell before, and the client bounds what it
-#: keeps.
+#: Limits of what lives for an hour: the SDK's own timeouts end a command or a cell before, and
+#: the client bounds what it keeps.
 _LIMITS = Limits(wall_s=3600, cpu_s=3600, output_bytes=64 * MiB)
 
 

@@ -11,7 +11,7 @@ import json
 import posixpath
 import signal
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import parse_qs
 
 from connectrpc.code import Code
@@ -63,8 +63,10 @@ class _Started:
 
     def say(self, stream: Stream, data: bytes) -> None:
         """A piece of output."""
-        output = Oneof("stdout", data) if stream == "stdout" else Oneof("stderr", data)
-        self.events.put_nowait(ps.ProcessEvent(event=Oneof("data", ps.ProcessEvent.DataEvent(output=output))))
+        said: Any  # which of the two, a type checker does not infer here
+        said = Oneof("stdout", data) if stream == "stdout" else Oneof("stderr", data)
+        piece: Oneof[Literal["data"], ps.ProcessEvent.DataEvent] = Oneof("data", ps.ProcessEvent.DataEvent(output=said))
+        self.events.put_nowait(ps.ProcessEvent(event=piece))
 
 
 class Processes(Process):

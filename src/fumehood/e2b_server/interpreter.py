@@ -6,7 +6,9 @@ not as text on stderr; so what looks like the beginning of a traceback is held b
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import base64
 import json
 import time
 from typing import Any
@@ -14,10 +16,21 @@ from typing import Any
 from fumehood.e2b_server.http import Scope, Send
 from fumehood.e2b_server.sandboxes import Box, inside
 from fumehood.errors import FumehoodError, PolicyError
-from fumehood.model import Code, Outcome, Result
+from fumehood.model import BINARY_MIME_TYPES, Code, Display, Outcome, Result
 
 _MARK = "Traceback (most recent call last):"
 _CONTEXT = "default"
+#: What the protocol calls the forms of a result.
+_FORMS = {
+    "text/plain": "text",
+    "text/html": "html",
+    "text/markdown": "markdown",
+    "text/latex": "latex",
+    "image/svg+xml": "svg",
+    "image/png": "png",
+    "image/jpeg": "jpeg",
+    "application/pdf": "pdf",
+}
 _CHDIR = "import os as _os\n_os.makedirs({0!r}, exist_ok=True)\n_os.chdir({0!r})\ndel _os\n"
 _ENV = "import os as _os\n_os.environ.update({0!r})\ndel _os\n"
 
@@ -45,7 +58,7 @@ async def _context(box: Box, values: dict[str, Any], send: Send) -> None:
     cwd = str(values.get("cwd") or "")
     if cwd:
         async with box.turn:
-            await box.sandbox.exec(Code(_CHDIR.format("/".join(("/work", inside(cwd))).rstrip("/"))))
+            await box.sandbox.exec(_quiet(_CHDIR.format("/".join(("/work", inside(cwd))).rstrip("/"))))
     await _json(send, 200, {"id": _CONTEXT, "language": "python", "cwd": cwd})
 
 
@@ -74,11 +87,11 @@ async def _run(box: Box, code: Code, env: dict[str, str], lines: asyncio.Queue[d
     talk = _Talk(lines)
     try:
         if env:
-            await box.sandbox.exec(Code(_ENV.format(env)))
+            await box.sandbox.exec(_quiet(_ENV.format(env)))
         box.executions += 1
         lines.put_nowait({"type": "number_of_executions", "execution_count": box.executions})
-        result = await box.sandbox.exec(code, sink=talk.take)
-        talk.end(result)
+        result = await box.sandbox.exec(code, sink=talk)
+        talk.end(result, ends_in_expression(code.source))
     except FumehoodError as error:
         lines.put_nowait({"type": "error", "name": type(error).__name__, "value": error.message, "traceback": ""})
         box.dead.set()
@@ -92,8 +105,9 @@ class _Talk:
     def __init__(self, lines: asyncio.Queue[dict[str, Any] | None]) -> None:
         self._lines = lines
         self._held = ""
+        self._shown: Display | None = None
 
-    def take(self, stream: str, data: bytes) -> None:
+    def __call__(self, stream: str, data: bytes) -> None:
         """A piece of output."""
         text = data.decode("utf-8", "replace")
         if stream == "stderr":
@@ -106,8 +120,26 @@ class _Talk:
         if text:
             self._lines.put_nowait({"type": stream, "text": text, "timestamp": time.time_ns()})
 
-    def end(self, result: Result) -> None:
-        """The last lines: an error if there was one."""
+    def display(self, display: Display) -> None:
+        """Something shown. The last one waits, since it may turn out to be the value of the code."""
+        self._show(main=False)
+        self._shown = display
+
+    def _show(self, main: bool) -> None:
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        line: dict[str, Any] = {"type": "result", "is_main_result": main}
+        for mime, form in shown.data.items():
+            name = _FORMS.get(mime)
+            if name is not None:
+                binary = mime in BINARY_MIME_TYPES
+                line[name] = base64.b64encode(form).decode() if binary else form.decode("utf-8", "replace")
+        self._lines.put_nowait(line)
+
+    def end(self, result: Result, expression: bool) -> None:
+        """The last lines: the value if ``expression``, an error if there was one."""
+        self._show(main=expression and result.ok)
         if result.outcome is Outcome.EXITED and result.exit_code == 0:
             self._say("stderr", self._held)
             return
@@ -122,6 +154,19 @@ class _Talk:
             self._say("stderr", self._held)
             name, value, trace = "SystemExit", str(result.exit_code), ""
         self._lines.put_nowait({"type": "error", "name": name, "value": value.strip(), "traceback": trace})
+
+
+def ends_in_expression(source: str | bytes) -> bool:
+    """Whether the code has a value: that of its last statement."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return bool(body) and isinstance(body[-1], ast.Expr)
+
+
+def _quiet(source: str) -> Code:
+    return Code(source, name="<endpoint>", displays=False)
 
 
 def _python(values: dict[str, Any]) -> None:

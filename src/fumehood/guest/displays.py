@@ -12,8 +12,6 @@ can write anything there: the host believes none of it, see :mod:`fumehood.displ
 
 from __future__ import annotations
 
-import __future__
-
 # The C modules behind ``ast`` and ``threading``, which a plain program need not pay for.
 import _ast
 import _thread
@@ -36,10 +34,11 @@ METADATA_MAX = 4 << 10
 #: its length of memory.
 TREE_SOURCE_MAX = 1 << 20
 
-# <cpython/compile.h>, <cpython/code.h>; the same in every Python from 3.8 on
+# <cpython/compile.h>, <cpython/code.h>; the same from Python 3.9 on
 PyCF_ONLY_AST = 0x400
 PyCF_ALLOW_TOP_LEVEL_AWAIT = 0x2000
 CO_COROUTINE = 0x80
+CO_FUTURE_ANNOTATIONS = 0x1000000
 
 #: MIME type -> the method by which IPython and those that follow it ask for it
 #: (https://ipython.readthedocs.io/en/stable/config/integrating.html).
@@ -99,7 +98,7 @@ def _compile(source: bytes, name: str) -> tuple[types.CodeType, types.CodeType |
     body = compile(tree, name, "exec", flags, True)
     if last is None:
         return body, None
-    future = body.co_flags & __future__.annotations.compiler_flag
+    future = body.co_flags & CO_FUTURE_ANNOTATIONS
     return body, compile(last, name, "eval", flags | future, True)
 
 
@@ -279,14 +278,14 @@ def show_figures(*_: Any, **__: Any) -> None:
     helpers = sys.modules.get("matplotlib._pylab_helpers")
     if helpers is None:
         return
-    managers = sorted(helpers.Gcf.get_all_fig_managers(), key=lambda m: m.num)  # type: ignore[attr-defined]
+    managers = sorted(helpers.Gcf.get_all_fig_managers(), key=lambda m: m.num)
     try:
         for manager in managers:
             figure = manager.canvas.figure
             if not any(figure is shown for shown in _State.figures) and (figure.axes or figure.lines):
                 _send({"image/png": _draw(figure), "text/plain": repr(figure)}, {})
     finally:
-        helpers.Gcf.destroy_all()  # type: ignore[attr-defined]
+        helpers.Gcf.destroy_all()
 
 
 def _figure_class() -> Any:
@@ -311,7 +310,7 @@ class _Hook:
             os.environ.setdefault("MPLBACKEND", "agg")
         if name != "matplotlib.pyplot":
             return None
-        sys.meta_path.remove(cls)  # type: ignore[arg-type]
+        sys.meta_path.remove(cls)
         from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name, path)
@@ -330,4 +329,4 @@ builtins.display = display  # type: ignore[attr-defined]
 if "matplotlib.pyplot" in sys.modules:
     sys.modules["matplotlib.pyplot"].__dict__["show"] = show_figures
 else:
-    sys.meta_path.insert(0, _Hook)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Hook)

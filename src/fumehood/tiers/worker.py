@@ -185,6 +185,8 @@ class WorkerHost:
 class WorkerSandbox(GuestSandbox):
     """A sandbox whose guest is a worker: see the module for what its frames have more."""
 
+    guest_is_agent = False
+
     def __init__(
         self,
         channel: Channel,
@@ -196,18 +198,18 @@ class WorkerSandbox(GuestSandbox):
     ) -> None:
         self._tools = tools
         self._calls: set[asyncio.Task[None]] = set()
-        self._unsupported: str | None = None
+        self._lacking: str | None = None
         super().__init__(channel, enclosure, policy, receipt, env={})
 
     async def exec(self, *args: Any, **kwargs: Any) -> Result:
         """See :class:`fumehood.tier.Sandbox`."""
-        self._unsupported = None
+        self._lacking = None
         try:
             result = await super().exec(*args, **kwargs)
         finally:
             for task in self._calls:
                 task.cancel()
-        return replace(result, unsupported=self._unsupported) if self._unsupported else result
+        return replace(result, unsupported=self._lacking) if self._lacking else result
 
     def _on_frame(self, header: Header, body: bytes) -> None:
         if header["op"] == "call":
@@ -219,7 +221,7 @@ class WorkerSandbox(GuestSandbox):
             if isinstance(limit, str) and limit in _LIMITS:
                 run.imposed = _LIMITS[limit]
             if isinstance(unsupported, str):
-                self._unsupported = unsupported[:_UNSUPPORTED_MAX]
+                self._lacking = unsupported[:_UNSUPPORTED_MAX]
         super()._on_frame(header, body)
 
     # --- host functions

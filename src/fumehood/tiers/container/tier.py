@@ -32,6 +32,7 @@ _READY_TIMEOUT_S = 60.0
 _UID_FIRST, _UID_COUNT = 0x6FFE0000, 0xFFFF
 _UID_ROOTLESS = 1000
 _REFUSAL_SHOWN = 400
+_STARTS_PER_CPU = 2
 
 
 class ContainerTier:
@@ -51,6 +52,10 @@ class ContainerTier:
             live=True,
             files=True,
             commands=True,
+            contexts=True,
+            displays=True,
+            background=True,
+            pty=True,
             environments=True,
             mounts=True,
         )
@@ -59,6 +64,8 @@ class ContainerTier:
         self._host: Host | None = None
         self._profile: tempfile._TemporaryFileWrapper[str] | None = None
         self._starting = asyncio.Lock()
+        # A start is work for the processors: more at once only make each slower, until deadlines pass.
+        self._turns = asyncio.Semaphore(_STARTS_PER_CPU * (os.cpu_count() or 1))
 
     def probe(self) -> Probe:
         """Asks the engine what it is and whether it has the image; the answer is kept for some seconds."""
@@ -77,11 +84,13 @@ class ContainerTier:
         try:
             engine, host = await self._ready()
             try:
-                return await self._create(policy, engine, host)
+                async with self._turns:
+                    return await self._create(policy, engine, host)
             except payload.SilentError:
                 # Seen once in some hundred starts of Docker 20.10 on a busy host: the end of what was sent to the
                 # container's stdin does not arrive. Nothing ran, so another container is tried, once.
-                return await self._create(policy, engine, host)
+                async with self._turns:
+                    return await self._create(policy, engine, host)
         except EngineGoneError as error:
             await self._forget()
             raise UnavailableError(str(error), tier=self.name, remedy="start the engine, then try again") from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import math
 import os
 import posixpath
@@ -19,9 +21,23 @@ import e2b
 from e2b_code_interpreter import AsyncSandbox, Execution, ExecutionError
 
 from fumehood.artifacts import collect
-from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError
+from fumehood.displays import COUNT_MAX, check
+from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError, UnsupportedError
 from fumehood.folders import remove_tree
-from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt, Result, Usage, check_path
+from fumehood.model import (
+    BINARY_MIME_TYPES,
+    Artifact,
+    Code,
+    Command,
+    Display,
+    Outcome,
+    Policy,
+    Program,
+    Receipt,
+    Result,
+    Usage,
+    check_path,
+)
 from fumehood.tier import FileInfo, Sink, Stream
 from fumehood.tiers.e2b.errors import Phase, translate
 
@@ -38,6 +54,19 @@ _KILL_WAIT_S = 0.3
 _CLOSE_WAIT_S = 30.0
 _READ_FILE_MAX = 64 << 20
 _MARGIN_S = 60
+
+#: What the SDK calls the forms of a result.
+_FORMS = {
+    "text": "text/plain",
+    "html": "text/html",
+    "markdown": "text/markdown",
+    "latex": "text/latex",
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "jpeg": "image/jpeg",
+    "pdf": "application/pdf",
+    "json": "application/json",
+}
 
 
 class _Ended(Exception):
@@ -56,6 +85,9 @@ class _Output:
         self._stop = policy.overflow == "stop"
         self._sink = sink
         self._slack = slack
+        self._display_budget = policy.limits.display_bytes
+        self.displays: list[Display] = []
+        self.displays_truncated = False
         self.kept: dict[Stream, list[bytes]] = {"stdout": [], "stderr": []}
         self.counts: dict[Stream, int] = {"stdout": 0, "stderr": 0}
 
@@ -73,6 +105,34 @@ class _Output:
             self._slack -= over
         if over and (self._stop or (self._slack is not None and self._slack < 0)):
             raise _Ended(Outcome.OUTPUT)
+
+    def show(self, result: Any) -> None:
+        """One of the SDK's results as a display. Raises what the sink raises."""
+        data: dict[str, bytes] = {}
+        dropped: list[str] = []
+        for name, mime in _FORMS.items():
+            value = getattr(result, name, None)
+            if not value:
+                continue
+            try:
+                text = json.dumps(value) if name == "json" else str(value)
+                form = base64.b64decode(text) if mime in BINARY_MIME_TYPES else text.encode("utf-8", "replace")
+            except (ValueError, RecursionError):
+                dropped.append(f"{mime}: malformed")
+                continue
+            problem = check(mime, form)
+            if problem:
+                dropped.append(f"{mime}: {problem}")
+            else:
+                data[mime] = form
+        self._display_budget -= sum(map(len, data.values()))
+        if self._display_budget < 0 or len(self.displays) >= COUNT_MAX:
+            self.displays_truncated = True
+            return
+        self.displays.append(Display(data, {}, tuple(dropped)))
+        shown = getattr(self._sink, "display", None)
+        if shown is not None:
+            shown(self.displays[-1])
 
 
 class E2BSandbox:
@@ -121,6 +181,11 @@ class E2BSandbox:
         if self._running is not None:
             raise RuntimeError("an exec is running in this sandbox")
         cell = isinstance(program, Code) and not last
+        if isinstance(program, Code) and (program.context or (last and program.displays)):
+            what = "contexts" if program.context else "displays of a single run"
+            raise UnsupportedError(f"cannot hold: {what}", unmet=(what,), tier="e2b")
+        if isinstance(program, Command) and program.pty is not None:
+            raise UnsupportedError("cannot hold: pty", unmet=("pty",), tier="e2b")
         if cell and stdin:
             raise PolicyError("a cell of a live sandbox takes no standard input here", tier="e2b")
         output = _Output(self._policy, sink, CELL_SLACK_BYTES if cell else None)
@@ -146,6 +211,8 @@ class E2BSandbox:
             seconds=seconds,
             usage=Usage(None, None, output.counts["stdout"], output.counts["stderr"]),
             receipt=self._receipt,
+            displays=tuple(output.displays),
+            displays_truncated=output.displays_truncated,
         )
 
     async def _judge(self, running: asyncio.Future[int]) -> tuple[Outcome, int | None]:
@@ -179,6 +246,8 @@ class E2BSandbox:
             command = f"python3 {posixpath.relpath(place, WORK)}/main.py"
         else:
             command = shlex.join(program.argv)
+            if program.cwd:
+                command = f"env --chdir={shlex.quote(program.cwd)} -- {command}"
         await self._call("create", self._remote.files.write(f"{place}/stdin", stdin))
         await self._prolong()
         # The words of the shell's own exec: signals and exit code are then the program's.
@@ -199,7 +268,7 @@ class E2BSandbox:
             self._remote.commands.run(
                 line,
                 background=True,
-                envs=dict(self._policy.env),
+                envs={**self._policy.env, **(program.env if isinstance(program, Command) else {})},
                 cwd=WORK,
                 timeout=0,
                 on_stdout=lambda text: told("stdout", text),
@@ -248,6 +317,15 @@ class E2BSandbox:
                 sink_errors.append(error)
                 raise
 
+        def shown(result: Any) -> None:
+            if program.displays is False:
+                return
+            try:
+                output.show(result)
+            except BaseException as error:
+                sink_errors.append(error)
+                raise
+
         try:
             execution: Execution = await self._remote.run_code(
                 program.data.decode("utf-8", "surrogateescape"),
@@ -256,6 +334,7 @@ class E2BSandbox:
                 timeout=0,
                 on_stdout=lambda message: told("stdout", message.line),
                 on_stderr=lambda message: told("stderr", message.line),
+                on_result=shown,
             )
         except Exception as error:
             if sink_errors:

@@ -41,6 +41,7 @@ _MESSAGE_MAX = 1 << 16
 _SPAWN_TIMEOUT_S = 30.0
 _READY_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 15.0
+_STARTS_PER_CPU = 2
 _NAMES = itertools.count(1)
 #: Gofer and Sentry are processes of Go beside the guest's own, which the Sentry makes threads or processes of the
 #: host of: they are held by the guest's limit inside and by this bound outside.
@@ -54,6 +55,10 @@ FEATURES = Features(
     live=True,
     files=True,
     commands=True,
+    contexts=True,
+    displays=True,
+    background=True,
+    pty=True,
     environments=True,
     mounts=True,
 )
@@ -71,6 +76,8 @@ class GvisorTier:
         self._live: set[GvisorEnclosure] = set()
         self._swept = False
         self._opening = asyncio.Lock()
+        # A start is work for the processors: more at once only make each slower, until deadlines pass.
+        self._turns = asyncio.Semaphore(_STARTS_PER_CPU * (os.cpu_count() or 1))
 
     def probe(self) -> Probe:
         """Runs a sandbox that does nothing, once for this process and image."""
@@ -91,7 +98,8 @@ class GvisorTier:
                 remedy=probe.remedy or _build(self.image),
             )
         tree = await self._tree()
-        return await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
+        async with self._turns:
+            return await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
 
     async def _tree(self) -> Hierarchy | None:
         async with self._opening:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
@@ -35,6 +36,9 @@ FEATURES = Features(
     live=True,
     files=True,
     commands=True,
+    contexts=True,
+    displays=True,
+    background=True,
     environments=True,
     mounts=True,
 )
@@ -71,7 +75,7 @@ class JailTier:
         self._disabled = disabled
         self._guest = guest
         self._cgroups = cgroups
-        self._hierarchy: Hierarchy | None = None
+        self._hierarchy: asyncio.Task[Hierarchy] | None = None
         self._zygotes: dict[Key, Zygote] = {}
         self._starting: dict[Key, asyncio.Task[Zygote]] = {}
         self._closed = False
@@ -226,12 +230,13 @@ class JailTier:
             del self._starting[key]
 
     async def _tree(self) -> Hierarchy | None:
-        if not self._cgroups or self._hierarchy is not None:
-            return self._hierarchy
-        found = _found()
-        if found.version:
-            self._hierarchy = await asyncio.to_thread(found.open)
-        return self._hierarchy
+        """This tier's folders of cgroups, made by the first that asks."""
+        if self._hierarchy is None or (self._hierarchy.done() and self._hierarchy.exception()):
+            if not self._cgroups or not _found().version:
+                return None
+            self._hierarchy = asyncio.create_task(asyncio.to_thread(_found().open))
+            self._hierarchy.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._hierarchy)
 
     async def close(self) -> None:
         """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
@@ -241,8 +246,9 @@ class JailTier:
         for zygote in zygotes:
             await asyncio.to_thread(zygote.close)
         if self._hierarchy is not None:
-            tree, self._hierarchy = self._hierarchy, None
-            await asyncio.to_thread(tree.close)
+            opening, self._hierarchy = self._hierarchy, None
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread((await opening).close)
 
 
 class JailSandbox(GuestSandbox):

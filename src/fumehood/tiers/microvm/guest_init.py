@@ -1,4 +1,3 @@
-#!/opt/env/bin/python3 -ISB
 """PID 1 of the guest: prepares the machine, starts the agent, and serves one small port of its own.
 
 Runs inside the guest only, as root of a kernel that nobody shares, before and beside programs that it must not trust:
@@ -45,12 +44,11 @@ import time
 import traceback
 
 CODE_HOME = "/opt/fumehood"
-sys.path.insert(0, CODE_HOME)
 
-from fumehood.guest import agent  # noqa: E402
-from fumehood.linux import capabilities, seccomp  # noqa: E402
-from fumehood.linux.libc import mount, setns, syscall  # noqa: E402
-from fumehood.linux.mounts import (  # noqa: E402
+from fumehood.guest import agent
+from fumehood.linux import capabilities, seccomp
+from fumehood.linux.libc import mount, setns, syscall
+from fumehood.linux.mounts import (
     MS_BIND,
     MS_NODEV,
     MS_NOEXEC,
@@ -61,7 +59,7 @@ from fumehood.linux.mounts import (  # noqa: E402
     MS_REMOUNT,
     tmpfs,
 )
-from fumehood.linux.namespaces import (  # noqa: E402
+from fumehood.linux.namespaces import (
     CLONE_NEWIPC,
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -75,6 +73,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, NoReturn
 
+INIT = "/init"
+FRESH = "fumehood-fresh-agent"
 LINE_MAX = 64 << 10
 UID = 1000
 WORK = "/work"
@@ -238,7 +238,7 @@ class Service:
         handed = [self.port, self.control, tell]
         for fd in handed:
             os.set_inheritable(fd, True)
-        arguments = [sys.executable, "-I", "-S", "-B", __file__, self.imports, *map(str, handed)]
+        arguments = [sys.executable, "-I", "-S", "-B", INIT, FRESH, self.imports, *map(str, handed)]
         os.execve(sys.executable, arguments, dict(ENVIRONMENT_OF_IMPORTS))
 
     def end(self) -> None:
@@ -539,9 +539,10 @@ def power_off() -> None:
     ctypes.CDLL(None).reboot(_REBOOT_POWER_OFF)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main_of_fresh_agent(*sys.argv[1:])
+def run() -> None:
+    """Be PID 1, or what PID 1 executes. The kernel hands on its own options as arguments, so ours has a mark."""
+    if sys.argv[1:2] == [FRESH]:
+        main_of_fresh_agent(*sys.argv[2:])
     try:
         main()
     finally:

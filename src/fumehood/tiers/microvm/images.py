@@ -19,14 +19,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import io
 import json
 import lzma
+import marshal
 import os
 import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -67,9 +70,18 @@ INSIDE = (
     "linux/namespaces.py",
     "linux/seccomp.py",
     "linux/syscalls.py",
+    "tiers/__init__.py",
+    "tiers/microvm/__init__.py",
+    "tiers/microvm/guest_init.py",
 )
 _PACKAGE = Path(fumehood.__file__).parent
-_INIT = _PACKAGE / "tiers" / "microvm" / "guest_init.py"
+_INIT = """\
+#!/opt/env/bin/python3 -ISB
+import sys
+sys.path.insert(0, "/opt/fumehood")
+from fumehood.tiers.microvm import guest_init
+guest_init.run()
+"""
 _CODE_HOME = "opt/fumehood"
 
 #: Every byte of the root is memory of every template: what a program does not use is left out.
@@ -179,17 +191,35 @@ def folder() -> Path:
     return place
 
 
-def own_archive() -> bytes:
-    """Our files in the guest, as an archive that follows an image's."""
+def own_archive(python: str) -> bytes:
+    """Our files in the guest, as an archive that follows an image's.
+
+    They are compiled where ``python``, the guest's version, is this process's: it halves the time to boot.
+    """
+    ours = f"{sys.version_info.major}.{sys.version_info.minor}" == python
     file = io.BytesIO()
     archive = Archive(file)
-    for name in (_CODE_HOME, *(f"{_CODE_HOME}/fumehood{part}" for part in ("", "/guest", "/linux"))):
-        archive.folder(name)
+    archive.folder(_CODE_HOME)
+    for folder in ("", "/guest", "/linux", "/tiers", "/tiers/microvm"):
+        archive.folder(f"{_CODE_HOME}/fumehood{folder}")
+        archive.folder(f"{_CODE_HOME}/fumehood{folder}/__pycache__")
     for name in INSIDE:
-        archive.content(f"{_CODE_HOME}/fumehood/{name}", (_PACKAGE / name).read_bytes())
-    archive.content("init", _INIT.read_bytes(), executable=True)
+        path = f"{_CODE_HOME}/fumehood/{name}"
+        source = (_PACKAGE / name).read_bytes()
+        archive.content(path, source)
+        if ours:
+            compiled = os.path.relpath(importlib.util.cache_from_source(f"/{path}", optimization=""), "/")
+            archive.content(compiled, _compiled(source, f"/{path}"))
+    archive.content("init", _INIT.encode(), executable=True)
     archive.close()
     return file.getvalue()
+
+
+def _compiled(source: bytes, path: str) -> bytes:
+    """A compiled file that is never compared with its source (PEP 552)."""
+    code = compile(source, path, "exec", dont_inherit=True, optimize=0)
+    flags = (0b01).to_bytes(4, "little")
+    return importlib.util.MAGIC_NUMBER + flags + importlib.util.source_hash(source) + marshal.dumps(code)
 
 
 # --- building --------------------------------------------------------------------------------------------------------

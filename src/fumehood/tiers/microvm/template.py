@@ -79,7 +79,7 @@ class Recipe:
             self.shape.clone_arguments(self.program),
             _cpu_model(),
             self.image.digest,
-            hashlib.sha256(images.own_archive()).hexdigest(),
+            hashlib.sha256(images.own_archive(self.image.python)).hexdigest(),
             self.environment.digest if self.environment else None,
             self.options,
         ]
@@ -252,7 +252,7 @@ async def _saved_state(started: machine.Machine, end: socket.socket) -> bytes:
 
 def _archives(recipe: Recipe) -> list[bytes]:
     """What the kernel unpacks, one after the other: the image, our files, and the environment's packages."""
-    parts = [recipe.image.initramfs.read_bytes(), images.own_archive()]
+    parts = [recipe.image.initramfs.read_bytes(), images.own_archive(recipe.image.python)]
     environment = recipe.environment
     if environment is not None:
         file = io.BytesIO()

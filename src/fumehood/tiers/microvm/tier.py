@@ -42,6 +42,9 @@ def features() -> Features:
         live=True,
         files=True,
         commands=True,
+        contexts=True,
+        displays=True,
+        background=True,
         environments=True,
         note="" if hardware else _SLOW,
     )
