@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.not_applicable import reason_for
 
 from fumehood import registry
 from fumehood.model import Policy
@@ -115,3 +116,13 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
     finally:
         shutil.rmtree(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what :mod:`support.not_applicable` names, strictly: such a test must fail."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        tier = callspec.params.get("tier_name") if callspec is not None else None
+        reason = reason_for(str(tier), item.nodeid) if tier is not None else None
+        if reason is not None:
+            item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))

@@ -20,6 +20,7 @@ _TIERS = {
     "interpreter": "fumehood.tiers.interpreter.tier:InterpreterTier",
     "jail": "fumehood.tiers.jail.tier:JailTier",
     "wasm": "fumehood.tiers.wasm.tier:WasmTier",
+    "microvm": "fumehood.tiers.microvm.tier:MicrovmTier",
     "e2b": "fumehood.tiers.e2b.tier:E2BTier",
 }
 

@@ -137,6 +137,7 @@ def test_smolagents_executor(jail: Runner, tmp_path: Path) -> None:
     smolagents = pytest.importorskip("smolagents", reason="the extra smolagents is not installed")
     from fumehood.agent.adapters.smolagents import FumehoodExecutor
 
+    tool = smolagents.tool  # its source is sent to the sandbox, without a line that is just @tool
     said: list[str] = []
     steps = iter(
         [
@@ -151,7 +152,7 @@ def test_smolagents_executor(jail: Runner, tmp_path: Path) -> None:
             said.append(str(messages[-1].content))
             return smolagents.ChatMessage(role="assistant", content=next(steps))
 
-    @smolagents.tool
+    @tool
     def greet(name: str) -> str:
         """Greet somebody.
 

@@ -131,7 +131,7 @@ def test_an_approver_that_fails_lets_nothing_run(log: AuditLog) -> None:
     runner = StandInRunner()
     with pytest.raises(RuntimeError):
         asyncio.run(Gate(runner, approval=Approval(CallbackApprover(fails)), audit=log).run("x"))
-    assert runner.programs == [] and events(log) == ["asked"]
+    assert runner.programs == [] and events(log) == ["asked", "unanswered"]
 
 
 def test_over_quota_is_an_error_and_recorded(log: AuditLog, quotas: Quotas) -> None:

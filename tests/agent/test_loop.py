@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import csv
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -61,7 +61,6 @@ def penguins() -> bytes:
 
 
 WRONG = """
-import contextlib
 import csv
 rows = list(csv.DictReader(open("penguins.csv")))
 masses = [float(r["body_mass"]) for r in rows]
@@ -331,7 +330,8 @@ def test_ctrl_c_ends_the_sandbox_and_keeps_what_is_there(tmp_path: Path) -> None
     with VendorServer([Says(calls=[("run_python", {"code": code})])]) as server:
         arguments = [
             "--model", "m", "--base-url", f"{server.url}/v1", "--out", str(tmp_path / "out"),
-            "--transcript", str(tmp_path / "t"), "--audit", str(tmp_path / "a"), "--policy", str(tmp_path / "policy.toml"),
+            "--transcript", str(tmp_path / "t"), "--audit", str(tmp_path / "a"),
+            "--policy", str(tmp_path / "policy.toml"),
         ]  # fmt: skip
         child = subprocess.Popen(
             [sys.executable, "-m", "fumehood", "agent", "Go.", *arguments],
@@ -355,6 +355,7 @@ def test_ctrl_c_ends_the_sandbox_and_keeps_what_is_there(tmp_path: Path) -> None
     assert (tmp_path / "out" / "part.txt").read_text() == "half"
     assert json.loads((tmp_path / "t").read_text().splitlines()[-1])["event"] == "failed"
     assert verify(tmp_path / "a").ok and [r["event"] for r in read(tmp_path / "a")] == ["started", "failed"]
-    for pid, start in below.items():
-        with contextlib.suppress(OSError):
-            assert process.start_time(pid) != start
+    deadline = time.monotonic() + 30
+    while left := [pid for pid, start in below.items() if process.alive(pid, start)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

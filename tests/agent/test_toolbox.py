@@ -74,14 +74,33 @@ def test_new_images_are_shown_once(tools: SyncToolbox) -> None:
     assert tools.call("read_file", {"path": "a.png"}).images
 
 
-def test_a_deadline_ends_the_sandbox_and_the_next_call_has_the_inputs(tmp_path: Path) -> None:
+def test_a_deadline_ends_the_program_and_is_told(tmp_path: Path) -> None:
+    with Runner(tier="jail", policy=Policy(limits=Limits(wall_s=1))) as runner, SyncToolbox(runner) as tools:
+        run(tools, "x = 'kept'")
+        late = run(tools, "while True: pass")
+        assert late.text.startswith("stopped: it ran longer than the 1 s allowed")
+        assert "kept" in run(tools, "print(x)").text
+
+
+def test_displays_are_given_as_text_and_images(tools: SyncToolbox, jail: Runner) -> None:
+    assert "42" in run(tools, "6 * 7").text
+    figure = PNG + "plot('hidden', 10)\nclass F:\n    def _repr_png_(self): return open('hidden', 'rb').read()\nF()"
+    shown = run(tools, figure)
+    assert [i.name for i in shown.images] == ["display 1"] and "1 first images" in shown.text
+    fake = "class F:\n    def _repr_png_(self): return b'<svg onload=alert(1)>'\nF()"
+    assert not run(tools, fake).images
+    with SyncToolbox(jail, live=False) as single:
+        assert [i.name for i in run(single, figure).images] == ["display 1"]
+
+
+def test_a_limit_ends_the_sandbox_and_the_next_call_has_the_inputs(tmp_path: Path) -> None:
     with (
-        Runner(tier="jail", policy=Policy(limits=Limits(wall_s=1))) as runner,
+        Runner(tier="jail", policy=Policy(limits=Limits(wall_s=60, cpu_s=1))) as runner,
         SyncToolbox(runner, files={"data.csv": b"1"}, out=tmp_path) as tools,
     ):
         run(tools, "x = 1; open('left.txt', 'w').write('kept')")
         late = run(tools, "while True: pass")
-        assert late.text.startswith("stopped: it ran longer than the 1 s allowed")
+        assert late.text.startswith("stopped: it used more than the 1 s of CPU time allowed")
         assert "variables and files of earlier calls are gone" in late.text
         assert "NameError" in run(tools, "print(open('data.csv').read()); print(x)").text
         assert [a.path for a in tools.close() if a.saved] == ["left.txt"]

@@ -30,6 +30,7 @@ disk_bytes = "64k"
 files = 100
 open_files = 32
 output_bytes = 1000
+display_bytes = 2000
 
 [artifacts]
 count = 3
@@ -60,7 +61,7 @@ def test_every_key_is_loaded() -> None:
     policy = parse(WHOLE)
     assert policy == Policy(
         floor=Boundary.USER_KERNEL,
-        limits=Limits(0.5, 2, 0.5, 512 * MiB, 8, 64 * KiB, 100, 32, 1000),
+        limits=Limits(0.5, 2, 0.5, 512 * MiB, 8, 64 * KiB, 100, 32, 1000, 2000),
         artifacts=ArtifactLimits(3, 1_000_000, 2),
         overflow="stop",
         hard=("memory", "pids"),

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fumehood.model import Limits, Outcome, Result
+from fumehood.model import Display, Limits, Outcome, Result
 
 #: How much of each stream a model is given: some 3,000 tokens, which is a long traceback or a screenful of numbers.
 STREAM_CHARS_MAX = 12_000
@@ -177,15 +177,42 @@ def describe(result: Result, limits: Limits, *, notes: Sequence[str] = (), chars
         ("stdout", result.stdout_data, result.stdout, usage.stdout_bytes),
         ("stderr", result.stderr_data, result.stderr, usage.stderr_bytes),
     )
-    quoted = quote(
-        (
-            (name, cut(text, chars_max, printed_bytes=printed if printed > len(data) else None))
-            for name, data, text, printed in streams
-        ),
-        what="what the program printed",
-    )
-    lines.append(quoted or "It printed nothing.")
+    parts = [
+        (name, cut(text, chars_max, printed_bytes=printed if printed > len(data) else None))
+        for name, data, text, printed in streams
+    ]
+    shown = "\n".join(_display_text(d) for d in result.displays if not _has_image(d))
+    parts.append(("displays", cut(shown, chars_max)))
+    if result.displays_truncated:
+        lines.append("Some of what it displayed was over the limit and was dropped.")
+    lines.append(quote(parts, what="what the program printed and displayed") or "It printed nothing.")
     return "\n".join(lines)
+
+
+def display_images(displays: Sequence[Display], images_max: int) -> list[Image]:
+    """The images among ``displays``, the first ``images_max`` of them."""
+    found = [
+        image_of(f"display {number}", display.data[media_type])
+        for number, display in enumerate(displays, start=1)
+        for media_type in _IMAGE_TYPES
+        if media_type in display.data
+    ]
+    return [image for image in found if isinstance(image, Image)][:images_max]
+
+
+_IMAGE_TYPES = ("image/png", "image/jpeg")
+
+
+def _has_image(display: Display) -> bool:
+    return any(media_type in display.data for media_type in _IMAGE_TYPES)
+
+
+def _display_text(display: Display) -> str:
+    """The form that a model reads best: it is the plainest one there is."""
+    for media_type in ("text/plain", "text/markdown", "text/latex", "application/json", "text/html"):
+        if media_type in display.data:
+            return display.data[media_type].decode("utf-8", "replace")
+    return f"(a display as {', '.join(display.data)})" if display.data else "(a display without a form)"
 
 
 def image_of(name: str, data: bytes) -> Image | str:

@@ -163,9 +163,11 @@ class Gate:
             await self._record("over_quota", run, {**facts, "quota": str(error.quota)})
             raise
         try:
-            await self._record("started", run, {**facts, **self._code(program)})
-        except BaseException:
+            await _to_the_end(self._record("started", run, {**facts, **self._code(program)}))
+        except BaseException as error:
             await _to_the_end(self._settle(reservation, Amounts()))
+            if not isinstance(error, AuditError):  # cancelled when the record was there already
+                await _to_the_end(self._record_failure("failed", run, error, nothing_ran=True))
             raise
         return _Ticket(run, reservation, asyncio.get_running_loop().time())
 
@@ -182,7 +184,11 @@ class Gate:
             return None
         code = self._code(ask.program) if ask.program is not None else {}
         await self._record("asked", ask.ident, {**facts, **code, "action": ask.action, "reasons": list(reasons)})
-        decision = await self._approval.decide(replace(ask, reasons=reasons))
+        try:
+            decision = await self._approval.decide(replace(ask, reasons=reasons))
+        except BaseException as error:
+            await _to_the_end(self._record_failure("unanswered", ask.ident, error, nothing_ran=True))
+            raise
         event = "approved" if decision.approved else "timed_out" if decision.timed_out else "denied"
         await self._record(event, ask.ident, {"by": decision.by, "reason": decision.reason})
         return None if decision.approved else decision
@@ -214,9 +220,11 @@ class Gate:
         nothing_ran = isinstance(error, _NOTHING_RAN)
         with contextlib.suppress(UnavailableError):  # the first error says more; the reservation's lease ends it
             await self._settle(ticket.reservation, Amounts() if nothing_ran else used)
-        fields = {"error": type(error).__name__, "nothing_ran": nothing_ran, "seconds": round(seconds, 6)}
+        await self._record_failure("failed", ticket.run, error, nothing_ran=nothing_ran, seconds=round(seconds, 6))
+
+    async def _record_failure(self, event: str, run: str, error: BaseException, **fields: Any) -> None:
         with contextlib.suppress(AuditError):  # the first error says more; the log shows a start without an end
-            await self._record("failed", ticket.run, fields)
+            await self._record(event, run, {"error": type(error).__name__, **fields})
 
     async def _ended(self, ticket: _Ticket, result: Result) -> None:
         limits = self.policy.limits
@@ -321,11 +329,6 @@ class GatedSandbox:
     def receipt(self) -> Receipt:
         """What is enforced on it."""
         return self._sandbox.receipt
-
-    @property
-    def interpreter_lost(self) -> bool:
-        """Whether the last exec cost the interpreter, and with it the variables, where the tier can tell."""
-        return bool(getattr(self._sandbox, "interpreter_lost", False))
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False

@@ -30,6 +30,7 @@ from fumehood.agent.content import (
     Text,
     cut,
     describe,
+    display_images,
     image_of,
     quote,
 )
@@ -42,7 +43,7 @@ from fumehood.tier import Sandbox, Sink, Tier
 
 log = logging.getLogger("fumehood.agent")
 
-#: New images of one call that a model is given; the others are named.
+#: Displays, and new image files, of one call that a model is given as images.
 IMAGES_MAX = 4
 
 #: Image files that are looked into after one call: a program may leave any number.
@@ -165,7 +166,7 @@ class Toolbox:
         return (await self.call("run_python", {"code": code})).text
 
     async def _run_python(self, *, code: str, sink: Sink | None = None) -> Reply:
-        return await self._run(Code(code), sink)
+        return await self._run(Code(code, displays=True if self._runner.tier.features.displays else None), sink)
 
     async def _run_command(self, *, argv: list[str], sink: Sink | None = None) -> Reply:
         return await self._run(Command(tuple(argv)), sink)
@@ -175,8 +176,11 @@ class Toolbox:
             result, images, notes = await self._run_live(program, sink)
         else:
             result, images, notes = await self._run_once(program, sink)
+        displayed = display_images(result.displays, IMAGES_MAX)
+        if displayed:
+            notes.append(f"The {len(displayed)} first images below are what it displayed.")
         text = describe(result, self._runner.policy.limits, notes=notes, chars_max=self._chars_max)
-        return Reply((Text(text), *images), result=result)
+        return Reply((Text(text), *displayed, *images), result=result)
 
     # --- a sandbox for each call
 
@@ -219,7 +223,7 @@ class Toolbox:
             await self._end()
             notes.append("The sandbox ended with it: variables and files of earlier calls are gone.")
             return result, [], notes
-        if getattr(sandbox, "interpreter_lost", False):
+        if result.interpreter_lost:
             notes.append("The interpreter ended with it: variables of earlier calls are gone, files are there.")
         images, more = await self._new_images(sandbox)
         return result, images, notes + more

@@ -130,7 +130,7 @@ for number in range(12):
         os.write(fd, b"\\1" * (1 << 20))
 time.sleep(1)
 """,
-        watch.files_over(320 * MiB), proves=("memory",), limit="memory", limits=_ROOM,
+        watch.files_over(320 * MiB), limit="memory", limits=_ROOM,
     ),
     Attack(
         "A10b", _G, "memory held in a shared anonymous mapping",

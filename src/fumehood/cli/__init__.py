@@ -30,6 +30,7 @@ COMMANDS = {
     "env": ("fumehood.cli.env", "build, list and remove environments of packages"),
     "image": ("fumehood.cli.image", "build, pull, list and remove the images of containers and gVisor"),
     "prune": ("fumehood.cli.prune", "remove what supervisors that were killed left behind"),
+    "bench": ("fumehood.cli.bench", "what a sandbox of each tier costs here, against a plain Python process"),
     "agent": ("fumehood.cli.agent", "let a model work on a task with a sandbox for its code"),
     "approve": ("fumehood.cli.approve", "answer the questions that wait for approval"),
     "audit": ("fumehood.cli.audit", "check the audit log, and read it"),

@@ -226,7 +226,7 @@ def _entry(info: FileInfo) -> fs.EntryInfo:
     return fs.EntryInfo(
         name=posixpath.basename(info.path),
         path=f"{HOME}/{info.path}",
-        type=kinds.get(info.kind, fs.FileType.UNSPECIFIED),
+        type=kinds.get(info.kind, fs.FileType.SYMLINK),  # or a device or pipe, for which there is no word
         size=info.size_bytes,
         owner="user",
         group="user",

@@ -56,6 +56,8 @@ _UNSUPPORTED_MAX = 200
 _CALLS_MAX = 16  # host functions under way at once
 _UID_FIRST = 0x6FFE0000  # for root's children where there is no jail, below those of tier subprocess
 _UID_COUNT = 0xFFFF
+#: Limits that the jail, or what stands in for it, holds for the runtime where the runtime does not itself.
+_LIMITS_AROUND = ("memory", "pids", "disk", "files", "cpu", "cpu_time")
 _IN_JAIL = Control("jail", Held.HARD, "the worker runs in the jail", "yes")
 _LIMITS = {o.value: o for o in (Outcome.MEMORY, Outcome.CPU, Outcome.WALL, Outcome.OUTPUT)}
 
@@ -98,6 +100,10 @@ class Recipe:
             open_files=max(limits.open_files, self.open_files_min),
         )
         return replace(policy, limits=wider, floor=None, hard=())
+
+
+def _nothing_holds(limit: str) -> Control:
+    return Control(limit, Held.OFF, "nothing holds it on a host without the jail")
 
 
 def locate(package: str) -> str:
@@ -165,11 +171,15 @@ class WorkerHost:
     ) -> Receipt:
         limits = policy.limits
         jailed = inner.tier == "jail"
+        own = {control.name for control in controls} | {"wall", "output"}
+        inside = "jail" if jailed else "worker"
+        held = {control.name: control for control in inner.controls}
         around = (
             Control("wall", Held.HARD, "the supervisor's clock and a kill of the worker", str(limits.wall_s)),
             Control("output", Held.HARD, f"bounded reader, {policy.overflow}", str(limits.output_bytes)),
             _IN_JAIL if jailed else replace(_IN_JAIL, held=Held.OFF, value="no"),
-            *(replace(c, name=f"{'jail' if jailed else 'worker'}.{c.name}") for c in inner.controls),
+            *(held.get(name, _nothing_holds(name)) for name in _LIMITS_AROUND if name not in own),
+            *(replace(control, name=f"{inside}.{name}") for name, control in held.items()),
         )
         if not jailed:
             notes = (*notes, "this host has no jail: the worker is a child process with rlimits")

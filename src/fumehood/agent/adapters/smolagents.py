@@ -16,6 +16,7 @@ from typing import Any
 from smolagents.local_python_executor import CodeOutput
 from smolagents.monitoring import AgentLogger, LogLevel
 from smolagents.remote_executors import RemotePythonExecutor
+from smolagents.tools import get_tools_definition_code
 from smolagents.utils import AgentExecutionError
 
 from fumehood.agent.content import STREAM_CHARS_MAX, cut, describe, neutralise
@@ -24,6 +25,7 @@ from fumehood.errors import PolicyError
 from fumehood.model import Outcome
 from fumehood.runner import Runner
 
+_TOP_IMPORT = re.compile(r"^import ([\w.]+)$", re.MULTILINE)
 _FINAL_ANSWER = re.compile(r"FinalAnswerException: (safe:.*)\s*\Z")
 
 
@@ -60,6 +62,14 @@ class FumehoodExecutor(RemotePythonExecutor):
 
     def _logs(self, text: str) -> str:
         return neutralise(cut(text, STREAM_CHARS_MAX))
+
+    def send_tools(self, tools: dict[str, Any]) -> None:
+        """Define the tools in the sandbox. What a tool's source imports is needed only when the tool is called."""
+        if "final_answer" in tools:
+            self._patch_final_answer_with_exception(tools["final_answer"])
+        # smolagents lifts each import of a tool to the top, those that the tool itself would do without included.
+        code = _TOP_IMPORT.sub(r"try:\n    import \1\nexcept ImportError:\n    pass", get_tools_definition_code(tools))
+        self.run_code_raise_errors(code)
 
     def install_packages(self, additional_imports: list[str]) -> list[str]:
         """Nothing is installed at run time: the policy's environment has what there is."""

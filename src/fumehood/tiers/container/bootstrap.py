@@ -2,7 +2,8 @@
 
 From the host come three lengths (4 bytes each, big-endian) and then a plan (JSON), the agent compiled by the host's
 Python, and its source, for a Python that cannot read the former. Back go one byte when all of it is there, and a
-report: a length and JSON. Then the agent serves on the same two descriptors. Standard library only; imports as little as it can, for it costs each start.
+report: a length and JSON. Then the agent serves on the same two descriptors. Standard library only; imports as little
+as it can, for that costs each start.
 """
 
 import json

@@ -21,10 +21,11 @@ _POLL_S = 0.05
 class ContainerEnclosure:
     """Implements :class:`fumehood.session.Enclosure`. Belongs to the running event loop.
 
-    Made as soon as the container exists, so that whatever happens next can be undone by :meth:`discard`.
+    Made as soon as the container exists, so that whatever happens next can be undone by :meth:`discard`. ``forget`` is
+    told at the end, and whether the engine has removed the container.
     """
 
-    def __init__(self, engine: Engine, ident: str, forget: Callable[[ContainerEnclosure], object]) -> None:
+    def __init__(self, engine: Engine, ident: str, forget: Callable[[ContainerEnclosure, bool], object]) -> None:
         self._forget = forget
         self.engine = engine
         self.ident = ident
@@ -170,6 +171,8 @@ class ContainerEnclosure:
             self._counters.close()
         if self._killing is not None:
             await self._killing
-        with contextlib.suppress(EngineError, EngineGoneError):  # then `fumehood prune` or the next start removes it
+        removed = False
+        with contextlib.suppress(EngineError, EngineGoneError):
             await owners.remove(self.engine, self.ident)
-        self._forget(self)
+            removed = True
+        self._forget(self, removed)

@@ -97,7 +97,9 @@ def mounts_view(reading: Reading, pid: int, policy: Policy, targets: tuple[str, 
 
 def _harmless(mount: process.MountInfo) -> bool:
     """A mount that is not read-only and leads nowhere: the runtime's own, or /dev/null over a masked file."""
-    return mount.mount_point in (*_RUNTIME_MOUNTS, *_DEVICES) or (mount.root == "/null" and mount.mount_point.startswith("/proc/"))
+    return mount.mount_point in (*_RUNTIME_MOUNTS, *_DEVICES) or (
+        mount.root == "/null" and mount.mount_point.startswith("/proc/")
+    )
 
 
 def engine_view(reading: Reading, inspected: dict[str, Any], policy: Policy, hard: tuple[str, ...]) -> None:
@@ -133,17 +135,14 @@ def cgroup_view(
     limits: Limits,
     hard: tuple[str, ...],
     *,
-    overhead_bytes: int,
     overhead_pids: int,
 ) -> None:
-    """Limits of a cgroup of our own, as the kernel has them; the overheads are the runtime's, on top of the guest's."""
+    """Limits of a cgroup of our own, as the kernel has them; ``overhead_pids`` are the runtime's own tasks."""
     page = os.sysconf("SC_PAGE_SIZE")
     if "memory" in hard:
         value, swap = found.get("memory_bytes"), found.get("swap_bytes", 0)
-        good = value == (limits.memory_bytes + overhead_bytes) // page * page and not swap
-        reading.take(
-            "memory", good, value, f"cgroup of ours; {overhead_bytes >> 20} MiB of it for the runtime; no swap"
-        )
+        good = value == limits.memory_bytes // page * page and not swap
+        reading.take("memory", good, value, "cgroup of ours, the runtime included; no swap")
     else:
         reading.take("memory", True, limits.memory_bytes, "RLIMIT_DATA each, and a poller", Held.BEST_EFFORT)
     if "pids" in hard:

@@ -60,6 +60,7 @@ class ContainerTier:
             mounts=True,
         )
         self._live: set[ContainerEnclosure] = set()
+        self._left: list[str] = []
         self._service: Service | None = None
         self._host: Host | None = None
         self._profile: tempfile._TemporaryFileWrapper[str] | None = None
@@ -112,7 +113,7 @@ class ContainerTier:
         )
         create, body = _SPELLINGS[self.name]
         made = await engine.call("POST", create, body=body(wanted))
-        enclosure = ContainerEnclosure(engine, str(made["Id"]), self._live.discard)
+        enclosure = ContainerEnclosure(engine, str(made["Id"]), self._forgotten)
         self._live.add(enclosure)
         try:
             pump = enclosure.pump = Pump(*await self._start(engine, enclosure.ident))
@@ -183,8 +184,14 @@ class ContainerTier:
         report: dict[str, Any],
     ) -> Receipt:
         runtime = _runtime_of(inspected, host)
+        if self.runtime not in (None, runtime):
+            raise UnavailableError(
+                f"the engine took {runtime!r} instead of the runtime {self.runtime!r}",
+                tier=self.name,
+                remedy="name the runtime in the engine's own configuration (Podman: containers.conf, runtime=)",
+            )
         reading = posture.Reading(self.name)
-        reading.take("runtime", self.runtime in (None, runtime), runtime, "the engine, by inspect")
+        reading.take("runtime", True, runtime, "the engine, by inspect")
         reading.take("image", True, inspected["Image"], host.image)
         boundary = spec.boundary_of(runtime)
         posture.kernel_view(reading, pid, own_kernel=boundary is Boundary.KERNEL)
@@ -192,6 +199,17 @@ class ContainerTier:
         posture.engine_view(reading, inspected, policy, host.hard)
         posture.common_view(reading, policy, rlimits, report, "cpu" in host.hard)
         return reading.receipt(boundary, host=host.describe(), notes=host.notes)
+
+    def _forgotten(self, enclosure: ContainerEnclosure, removed: bool) -> None:
+        self._live.discard(enclosure)
+        if not removed:
+            self._left.append(enclosure.ident)
+
+    async def _remove_left(self, engine: Engine) -> None:
+        """Remove the containers that the engine could not remove when they ended: it was not there."""
+        while self._left:
+            await owners.remove(engine, self._left[-1])
+            self._left.pop()
 
     async def _ready(self) -> tuple[Engine, Host]:
         """The engine and what it is, asked once; what dead supervisors left there is removed then."""
@@ -204,6 +222,7 @@ class ContainerTier:
                 try:
                     self._host = await learn(service.engine, self.image, self.runtime)
                     await owners.prune(service.engine)
+                    await self._remove_left(service.engine)
                 except BaseException:
                     service.close()
                     raise
@@ -230,6 +249,9 @@ class ContainerTier:
     async def close(self) -> None:
         """End what runs and let go of the engine, ending a service that was started for it. Idempotent."""
         await asyncio.gather(*(enclosure.discard() for enclosure in list(self._live)))
+        if self._service is not None:
+            with contextlib.suppress(EngineError, EngineGoneError):  # `fumehood prune` removes what is left then
+                await self._remove_left(self._service.engine)
         if self._profile is not None:
             self._profile.close()
             self._profile = None

@@ -398,7 +398,7 @@ class E2BSandbox:
             name = str(entry.path).removeprefix(f"{WORK}/")
             kind: Literal["file", "folder", "other"] = "other"
             if entry.symlink_target is None and entry.type is not None:
-                kind = "folder" if entry.type.value == "dir" else "file"
+                kind = {"dir": "folder", "file": "file"}.get(entry.type.value, "other")  # type: ignore[assignment]
             found.append(FileInfo(name, kind, int(entry.size)))
         return tuple(sorted(found, key=lambda info: info.path))
 

@@ -77,6 +77,7 @@ def become_runsc(plan: dict[str, Any], channel: int, stderr: int) -> None:
                 end.sendall(_FAILED + str(error).encode())
                 os._exit(1)
             end.sendmsg([_SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        os.chdir(plan["folder"])  # its state is named from here: a socket's path has room for 107 bytes (unix(7))
         os.dup2(channel, 0)
         os.dup2(channel, 1)
         os.dup2(stderr, 2)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from fumehood import environments
 from fumehood.enclosure import PidfdEnclosure, handshake, readable
-from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError
+from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError, UnsupportedError
 from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
@@ -46,8 +46,8 @@ _NAMES = itertools.count(1)
 #: Gofer and Sentry are processes of Go beside the guest's own, which the Sentry makes threads or processes of the
 #: host of: they are held by the guest's limit inside and by this bound outside.
 _RUNSC_TASKS = 256
-#: What the Sentry and gofer take for themselves, in memory that the guest's limit does not mean.
-_RUNSC_BYTES = 96 << 20
+#: Sentry, gofer and an idle guest take about 36 MiB together, which the limit on memory includes.
+MEMORY_BYTES_MIN = 64 << 20
 
 FEATURES = Features(
     boundary=Boundary.USER_KERNEL,
@@ -89,6 +89,9 @@ class GvisorTier:
     async def create(self, policy: Policy) -> GuestSandbox:
         """A new sandbox. Raises UnsupportedError, PolicyError, UnavailableError, StartError; nothing is left then."""
         require(self, policy)
+        if policy.limits.memory_bytes < MEMORY_BYTES_MIN:
+            unmet = f"a memory limit below {MEMORY_BYTES_MIN >> 20} MiB, which gVisor itself needs"
+            raise UnsupportedError(f"cannot hold: {unmet}", unmet=(unmet,), tier=self.name)
         probe = await asyncio.to_thread(self.probe)
         image = _Host.image(self.image)
         if not probe.available or image is None:
@@ -184,7 +187,8 @@ async def _create(
     hard = tree.hard if tree is not None else ()
     binds, version = _binds(policy, image)
     limits = policy.limits
-    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
+    # Out of memory, the host's kernel kills the Sentry and all with it; DATA lets a single process fail before that.
+    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1, "DATA": limits.memory_bytes}
     folder = leftovers.make()
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None
@@ -216,7 +220,7 @@ async def _create(
             raise StartError(f"{error.message}; {enclosure.lost_reason()}", tier="gvisor") from None
         receipt = _receipt(policy, image, program, platform, group, hard, rlimits, report)
         if "memory" not in hard:
-            enclosure.poll_memory(limits.memory_bytes + _RUNSC_BYTES)
+            enclosure.poll_memory(limits.memory_bytes)
         fd = ours.detach()
         return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt, env=spec.ENV)
     except BaseException as error:
@@ -245,21 +249,25 @@ def _plan(
     platform: str,
 ) -> dict[str, Any]:
     """Write the bundle, and say what the launcher has to do."""
-    scratch, state = f"{folder}/scratch", f"{folder}/state"
+    scratch = f"{folder}/scratch"
     os.mkdir(scratch)
-    os.mkdir(state)
+    os.mkdir(f"{folder}/state")
     root = os.geteuid() == 0
     text = bundle.config(str(image.rootfs), scratch, binds, rlimits, _guest_uid())
     Path(folder, "config.json").write_text(json.dumps(text))
     ident = f"fumehood-{secrets.token_hex(8)}"
     return {
         "root": root,
+        "folder": folder,
         "scratch": scratch,
         "folders": list(bundle.FOLDERS),
         "disk_bytes": limits.disk_bytes,
         "files": limits.files + len(bundle.FOLDERS) + 1,
-        "argv": runsc.command(program, platform, state=state, bundle=folder, ident=ident),
-        "env": {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": folder, "TMPDIR": folder},
+        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
+        "env": {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": folder,
+        },  # no TMPDIR: the Sentry, as nobody, must reach it,
     }
 
 
@@ -322,7 +330,7 @@ def _group(tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
     try:
         return tree.create(
             f"g{next(_NAMES)}",
-            memory_bytes=limits.memory_bytes + _RUNSC_BYTES,
+            memory_bytes=limits.memory_bytes,
             pids=limits.pids + _RUNSC_TASKS,
             cpus=limits.cpus,
         )
@@ -369,7 +377,7 @@ def _receipt(
     reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
-    posture.cgroup_view(reading, found, limits, hard, overhead_bytes=_RUNSC_BYTES, overhead_pids=_RUNSC_TASKS)
+    posture.cgroup_view(reading, found, limits, hard, overhead_pids=_RUNSC_TASKS)
     posture.common_view(reading, policy, rlimits, report, "cpu" in hard)
     system = os.uname()
     released = f", released {program.released}" if program.released else ""

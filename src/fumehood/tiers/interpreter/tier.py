@@ -75,6 +75,7 @@ class InterpreterTier:
                 Control("memory", Held.HARD, "the interpreter's allocation limit", str(limits.memory_bytes)),
                 Control("pids", Held.HARD, "the interpreter starts no process and no thread", "0"),
                 Control("disk", Held.HARD, "the interpreter has no files", "0"),
+                Control("files", Held.HARD, "the interpreter has no files", "0"),
                 Control("tools", Held.HARD, "host functions by name", " ".join(sorted(self._tools)) or "none"),
             ),
             notes=(FEATURES.note,),

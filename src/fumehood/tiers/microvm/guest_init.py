@@ -43,11 +43,9 @@ import sys
 import time
 import traceback
 
-CODE_HOME = "/opt/fumehood"
-
 from fumehood.guest import agent
 from fumehood.linux import capabilities, seccomp
-from fumehood.linux.libc import mount, setns, syscall
+from fumehood.linux.libc import mount, setns, syscall, unshare
 from fumehood.linux.mounts import (
     MS_BIND,
     MS_NODEV,
@@ -67,6 +65,8 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUTS,
     clone3,
 )
+
+CODE_HOME = "/opt/fumehood"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ _FIRST_FILES = 4096
 _SHARED_INODES = 4  # the root of the tmpfs and the three folders in it
 
 _PORT_PATIENCE_S = 30.0
+_CLONE_FS = 0x200
 _FINIT_MODULE = 313
 _RNDADDENTROPY = 0x40085203  # _IOW('R', 3, int[2]) of <linux/random.h>
 _RNDRESEEDCRNG = 0x5207
@@ -115,6 +116,7 @@ _COMMON = (
 
 def set_up() -> dict[str, str]:
     """Mounts, modules, devices; the options of the kernel's command line."""
+    unshare(_CLONE_FS)  # PID 1 shares its root with kernel threads, and then may enter no mount namespace (setns(2))
     mount("devtmpfs", "/dev", "devtmpfs", MS_NOSUID)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     while os.open("/dev/null", os.O_RDWR) < 2:  # there is no console, so 0 to 2 may be closed

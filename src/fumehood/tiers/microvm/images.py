@@ -55,7 +55,7 @@ DEFAULT_NAME = "python"
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 
 #: What the guest's devices need, in the order of loading.
-MODULES = ("virtio", "virtio_ring", "virtio_mmio", "virtio_console")
+MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_console")
 _MODULES_HOME = "lib/fumehood-modules"
 
 #: Files of this package that run in the guest, relative to it.

@@ -1,8 +1,8 @@
 """Runs in the jail, sealed: takes a command line and descriptors from the supervisor and becomes QEMU.
 
 The message on the channel is a JSON object ``{"argv": [...], "fds": [numbers]}`` with the descriptors beside it, in
-that order. The channel itself stays open in QEMU under its own number, as its monitor socket. Where the program
-cannot be executed, one line ``{"error": text}`` is sent instead.
+that order. The channel itself stays open in QEMU under its own number, as its monitor socket and its stderr. Where the
+program cannot be executed, one line ``{"error": text}`` is sent instead.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def serve(read_fd: int, write_fd: int, workdir: str) -> None:
         received = array.array("i", ancillary[0][2] if ancillary else b"")
         place(list(received), plan["fds"])
         os.set_inheritable(read_fd, True)
+        os.dup2(read_fd, 2)  # its last words come that way too
         os.execve(plan["argv"][0], plan["argv"], {})
     except (OSError, ValueError, KeyError) as error:
         os.write(write_fd, json.dumps({"error": f"execute the machine monitor: {error}"}).encode() + b"\n")

@@ -14,6 +14,7 @@ of, one virtio-serial device with two ports. Facts of QEMU that the lines below 
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import ctypes
@@ -52,7 +53,7 @@ _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=d
 #: No console; no side-channel mitigations inside (one tenant per machine: the host's own stand between machines); a
 #: panic ends the machine, by a triple fault, since there is no keyboard controller to reset it.
 _KERNEL_OPTIONS = (
-    "console=null quiet panic=-1 reboot=t tsc=reliable no_timer_check mitigations=off nokaslr audit=0 "
+    "console=null quiet panic=-1 reboot=t tsc=reliable no_timer_check mitigations=off audit=0 "
     "random.trust_cpu=on cryptomgr.notests"
 )
 
@@ -213,12 +214,17 @@ class Monitor:
             raise StartError(f"QEMU is gone: {error}", tier="microvm") from None
         await self._migrated()
 
-    async def save(self, state_fd: int) -> None:
-        """Write this machine's state to a descriptor of QEMU's. Raises StartError."""
+    async def save(self, stream: socket.socket) -> None:
+        """Write this machine's state to ``stream``, a socket of ours. Raises StartError."""
         await self.call("qmp_capabilities")
         await self.call("migrate-set-capabilities", **_CAPABILITIES)
         await self.call("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
-        self.post("migrate", uri=f"fd:{state_fd}")
+        try:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stream.fileno()]))]
+            self._end.sendmsg([b'{"execute": "getfd", "arguments": {"fdname": "state"}}\n'], rights)
+            self.post("migrate", uri="fd:state")
+        except OSError as error:
+            raise StartError(f"QEMU is gone: {error}", tier="microvm") from None
         await self._migrated()
 
     async def _migrated(self) -> None:
@@ -229,7 +235,9 @@ class Monitor:
                 if status == "completed":
                     return
                 if status == "failed":
-                    raise StartError("QEMU could not load or save the state of the machine", tier="microvm")
+                    facts = await self.call("query-migrate")
+                    reason = str(facts.get("error-desc") if isinstance(facts, dict) else "")[:500] or self._said
+                    raise StartError(f"QEMU could not load or save the machine: {reason}", tier="microvm")
 
     async def ended(self) -> None:
         """Never returns. Raises StartError when QEMU ends, with its last words."""

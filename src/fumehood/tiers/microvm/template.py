@@ -176,17 +176,13 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
             files.callback(os.close, kernel)
             root = await asyncio.to_thread(_loaded, "root", _archives(recipe))
             files.callback(os.close, root)
-            ours, theirs = socket.socketpair()
-            files.callback(ours.close)
-            with theirs:
-                fds = {qemu.MEMORY_FD: memory_fd, qemu.STATE_FD: theirs.fileno()}
-                fds |= {qemu.KERNEL_FD: kernel, qemu.INITRAMFS_FD: root}
-                arguments = recipe.shape.template_arguments(recipe.program, recipe.options)
-                limits = Limits(wall_s=BOOT_TIMEOUT_S, cpu_s=4 * BOOT_TIMEOUT_S)
-                started = await machine.start(jail, limits, recipe.shape, arguments, fds)
+            fds = {qemu.MEMORY_FD: memory_fd, qemu.KERNEL_FD: kernel, qemu.INITRAMFS_FD: root}
+            arguments = recipe.shape.template_arguments(recipe.program, recipe.options)
+            limits = Limits(wall_s=BOOT_TIMEOUT_S, cpu_s=4 * BOOT_TIMEOUT_S)
+            started = await machine.start(jail, limits, recipe.shape, arguments, fds)
             try:
                 await _until_ready(started)
-                state = await _saved_state(started, ours)
+                state = await _saved_state(started)
             finally:
                 await asyncio.shield(started.discard())
         state_fd = await asyncio.to_thread(_loaded, "state", [state])
@@ -226,9 +222,11 @@ async def _until_ready(started: machine.Machine) -> None:
         channel.close()
 
 
-async def _saved_state(started: machine.Machine, end: socket.socket) -> bytes:
-    end.setblocking(False)
+async def _saved_state(started: machine.Machine) -> bytes:
+    """What QEMU saves of the devices; the memory stays in its file."""
     state = bytearray()
+    end, its_end = socket.socketpair()
+    end.setblocking(False)
 
     async def read() -> None:
         loop = asyncio.get_running_loop()
@@ -240,13 +238,15 @@ async def _saved_state(started: machine.Machine, end: socket.socket) -> bytes:
     reading = asyncio.ensure_future(read())
     try:
         async with asyncio.timeout(_SAVE_TIMEOUT_S):
-            await started.monitor.save(qemu.STATE_FD)
+            with its_end:
+                await started.monitor.save(its_end)
             started.enclosure.kill()
             await reading
     except TimeoutError:
         raise StartError("the state of the machine could not be saved in time", tier="microvm") from None
     finally:
         reading.cancel()
+        end.close()
     return bytes(state)
 
 

@@ -31,14 +31,23 @@ _HEREAFTER_S = 7 * 86400.0 + 60  # the supervisor holds the deadline; a session 
 
 #: Inside the guest: a module that runs a program as a file would be run, and shows errors from its first line on.
 _PRELUDE = """
-import sys, types
+import sys
 def _make():
     import atexit, builtins, gc, io, linecache, os, sys, traceback
     os.chdir("/work")
-    main = sys.modules["__main__"]
+    for name in ("TMPDIR", "PYTHONTZPATH"):
+        os.environ.pop(name, None)
+    def flush():
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:
+                pass
     def run(source, name, stdin, env, last):
+        main = sys.modules["__main__"]
         os.environ.update(env)
         sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
+        sys.argv[:] = [""]
         linecache.cache[name] = (len(source), None, source.decode("utf-8", "replace").splitlines(True), name)
         status = None
         try:
@@ -46,26 +55,31 @@ def _make():
         except SystemExit as end:
             status = end.code
         except BaseException as error:
-            status = 1
+            status = 130 if isinstance(error, KeyboardInterrupt) else 1
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            traceback.print_exception(error)
+            try:
+                sys.excepthook(type(error), error, error.__traceback__)
+            except BaseException:
+                pass
         if last:
             atexit._run_exitfuncs()
             for key in [k for k in main.__dict__ if k != "__builtins__"]:
                 main.__dict__[key] = None
             gc.collect()
-        sys.stdout.flush()
+        flush()
         if status is not None and not isinstance(status, int):
-            print(status, file=sys.stderr)
+            try:
+                print(status, file=sys.stderr)
+            except Exception:
+                pass
             status = 1
-        sys.exit(status)
+            flush()
+        sys.exit(None if status is None else status & 255 if -(1 << 63) <= status < 1 << 63 else 255)
     return run
-_module = types.ModuleType("_fumehood")
-_module.run = _make()
-sys.modules["_fumehood"] = _module
-del _make, _module, sys, types
+sys._run = _make()
+del _make, sys
 """
-_TOUCH = "import _fumehood; _fumehood.run(b'1', '<touch>', b'', {}, False)"
+_TOUCH = "__import__('sys')._run(b'1', '<touch>', b'', {}, False)"
 
 
 class _Live:
@@ -140,7 +154,7 @@ class WasmGuest(WorkerGuest):
         """See :class:`WorkerGuest`."""
         last = header.get("last") is True
         name = str(header.get("name", "<agent>"))
-        code = f"import _fumehood; _fumehood.run({source!r}, {name!r}, {stdin!r}, {env!r}, {last!r})"
+        code = f"__import__('sys')._run({source!r}, {name!r}, {stdin!r}, {env!r}, {last!r})"
         _Live.current = output
         self.cancel.clear()
         completed = self.session.run(code, cancel=self.cancel)

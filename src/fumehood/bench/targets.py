@@ -1,0 +1,86 @@
+"""What the jail promises of its speed, as numbers that a report is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fumehood.bench.figures import Spread, TierFigures
+from fumehood.model import MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One promise: ``read`` takes the value out of the figures, None if it was not measured."""
+
+    title: str
+    unit: str
+    bound: float
+    at_most: bool
+    read: Callable[[TierFigures], float | None]
+
+    def met(self, value: float) -> bool:
+        """Whether the value keeps the promise."""
+        return value <= self.bound if self.at_most else value >= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A promise and what was measured."""
+
+    target: Target
+    value: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """None if it was not measured."""
+        return None if self.value is None else self.target.met(self.value)
+
+
+def _of(spread: Spread | None, quantile: str) -> float | None:
+    return None if spread is None else getattr(spread, quantile)
+
+
+def _throughput(callers: str) -> Callable[[TierFigures], float | None]:
+    return lambda f: f.throughput_ratio.get(callers)
+
+
+JAIL = (
+    Target("cold, median", "x", 0.30, True, lambda f: _of(f.cold, "p50")),
+    Target("warm, 50 a second open loop, median", "x", 0.05, True, lambda f: _of(f.open_loop.get("50"), "p50")),
+    Target("warm, 50 a second open loop, p99", "x", 0.30, True, lambda f: _of(f.open_loop.get("50"), "p99")),
+    Target("throughput, 1 caller", "x", 3.5, False, _throughput("1")),
+    Target("throughput, 8 callers", "x", 3.5, False, _throughput("8")),
+    Target(
+        "preloaded, warm, against a process that imports the same, median",
+        "x",
+        0.005,
+        True,
+        lambda f: f.preload["warm"].p50 if f.preload else None,
+    ),
+    Target("from the deadline to all dead and reaped, median", "x", 0.10, True, lambda f: _of(f.kill, "p50")),
+    Target("memory of a warm sandbox", "MiB", 2.0, True, lambda f: f.warm_bytes and f.warm_bytes / MiB),
+    Target(
+        "memory of a warm sandbox, preloaded",
+        "MiB",
+        4.0,
+        True,
+        lambda f: f.preload["warm_bytes"] / MiB if f.preload and f.preload["warm_bytes"] else None,
+    ),
+)
+
+#: For every tier with the guest: a program's output is with its caller this soon, in milliseconds.
+FIRST_BYTE_MS = 50.0
+
+
+def judge(figures: TierFigures) -> list[Verdict]:
+    """The jail's promises against what was measured; of other tiers only the first byte."""
+    first_byte = Target(
+        "first byte after it was printed, median",
+        "ms",
+        FIRST_BYTE_MS,
+        True,
+        lambda f: _of(f.first_byte, "p50_ms"),
+    )
+    targets = (*(JAIL if figures.tier == "jail" else ()), first_byte)
+    return [Verdict(target, target.read(figures)) for target in targets]

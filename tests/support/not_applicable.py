@@ -1,0 +1,68 @@
+"""Where a tier departs from the contract of the suite: each departure with the tests that it makes not applicable.
+
+A reason is a fact about the tier that its documentation tells too. A test named here that would pass after all fails
+the suite, so that the list cannot outlive its reasons.
+"""
+
+from __future__ import annotations
+
+#: Tier -> reason -> parts of test ids: all tests whose id holds one of them.
+DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
+    "wasm": {
+        "WASI has no processes, no fork and no subprocess": (
+            "os.fork",
+            "test_cpu_of_all_processes_together",
+            "test_a_child_killed_for_memory",
+            "test_pids",
+            "test_a_daemon_does_not_delay",
+            "test_environment_is_given_and_nothing_is_inherited",
+        ),
+        "WASI has no threads": (
+            "threading.Thread(",
+            "test_threads_count_as_processes",
+            "test_background_threads_and_children",
+        ),
+        "WASI has no signals: a fault is a trap, and a program cannot stop or kill itself": (
+            "signal.SIGSTOP",
+            "signal.SIGTERM",
+            "signal.pause",
+            "ctypes.string_at",
+            "os.kill(os.getpid(), 9)",
+            "os.abort()",
+            "test_signal_of_its_own",
+            "test_outcomes_do_not_mix",
+        ),
+        "an interrupt, like any other stop, ends the interpreter and with it the state": (
+            "test_interrupt_ends_the_exec_and_nothing_else",
+        ),
+        "there is no /dev, /proc or /etc": ("/dev/full", "test_disk_in_many_files_and_everywhere"),
+        "WASI refuses absolute links, special files, names that are not UTF-8 and modes": (
+            "test_links_and_special_files",
+            "test_a_folder_that_becomes_a_link",
+            "test_hostile_names",
+            "test_depth_is_capped",
+            "test_unreadable_and_setuid_files",
+            "test_files_of_the_host_follow_no_link",
+        ),
+        "WASI answers other error numbers, and resource limits cannot be asked for": (
+            "test_open_files",
+            "test_mounts_are_read_only_below_mnt",
+            "test_no_core_and_no_way_to_raise_a_limit",
+        ),
+        "the runtime refuses memory over the limit, so that the program sees MemoryError": (
+            "TestFullPython::test_memory[",
+        ),
+        "a program that closes the runtime's own descriptors has no folders any more": ("test_live_too",),
+        "two live sandboxes share no name of a file, so there is nothing to look for": (
+            "test_a_program_does_not_see_another_one",
+        ),
+    },
+}
+
+
+def reason_for(tier: str, test: str) -> str | None:
+    """Why the test with this id is not applicable to the tier, or None."""
+    for reason, parts in DEPARTURES.get(tier, {}).items():
+        if any(part in test for part in parts):
+            return reason
+    return None
