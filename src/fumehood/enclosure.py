@@ -40,12 +40,14 @@ class PidfdEnclosure:
         *,
         cpu_after_death: Callable[[], Awaitable[float | None]],
         forget: Callable[[], object] = lambda: None,
+        bury: Callable[[cgroup.Cgroup], object] = cgroup.Cgroup.remove,
     ) -> None:
         self._pid = pid
         self._pidfd = pidfd
         self._group = group
         self._cpu_after_death = cpu_after_death
         self._forget = forget
+        self._bury = bury
         self._loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(pidfd, self._died)
@@ -157,7 +159,7 @@ class PidfdEnclosure:
             os.close(self.work_fd)
             self.work_fd = -1
         if self._group is not None:
-            self._group.remove()
+            self._bury(self._group)
 
 
 async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> None:

@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from asked import labelled
+from asked import ALL, labelled, need
 from containers_proxy import Proxy
-from engine_fixtures import container_tier, engine_tier, proxied  # noqa: F401 - fixtures
 
 from fumehood import Mount, Policy, Runner
 from fumehood.errors import OutcomeUnknownError, PolicyError, StartError, UnavailableError
-from fumehood.images.engine import Word
+from fumehood.images.engine import Word, socket_paths
+from fumehood.images.service import reach
 from fumehood.tiers.container.tier import ContainerTier, DockerTier, PodmanTier
+
+
+@pytest.fixture(params=ALL)
+def container_tier(request: pytest.FixtureRequest) -> str:
+    """docker, podman and gvisor in turn."""
+    return need(request.param)
+
+
+@pytest.fixture(params=("docker", "podman"))
+def engine_tier(request: pytest.FixtureRequest) -> Word:
+    """The two engines in turn."""
+    need(request.param)
+    word: Word = request.param
+    return word
+
+
+@pytest.fixture
+def proxied(engine_tier: Word, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Word, Proxy]]:
+    """An engine behind a proxy that the tier is pointed to."""
+    service = reach(engine_tier)
+    folder = tempfile.mkdtemp(prefix="fumehood-test-")
+    proxy = Proxy(service.engine.path, f"{folder}/engine.sock")
+    variable = "DOCKER_HOST" if engine_tier == "docker" else "CONTAINER_HOST"
+    monkeypatch.setenv(variable, f"unix://{proxy.path}")
+    assert socket_paths(engine_tier)[0] == [proxy.path]
+    try:
+        yield engine_tier, proxy
+    finally:
+        proxy.close()
+        service.close()
+        Path(proxy.path).unlink()
+        os.rmdir(folder)
 
 
 def tier(word: Word, **options: str) -> ContainerTier:

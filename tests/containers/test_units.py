@@ -106,8 +106,9 @@ def test_the_scratch_is_never_more_than_the_limits(disk: int, files: int) -> Non
 
 @pytest.mark.parametrize(
     ("runtime", "boundary"),
-    [("", Boundary.KERNEL), ("runc", Boundary.KERNEL), ("/usr/bin/crun", Boundary.KERNEL), ("youki", Boundary.KERNEL),
-     ("runsc", Boundary.USER_KERNEL), ("kata-runtime", Boundary.HARDWARE), ("io.containerd.kata.v2", Boundary.HARDWARE)],
+    [("", Boundary.KERNEL), ("runc", Boundary.KERNEL), ("/usr/bin/crun", Boundary.KERNEL),
+     ("runsc", Boundary.USER_KERNEL), ("kata-runtime", Boundary.HARDWARE), ("io.containerd.kata.v2",
+     Boundary.HARDWARE)],
 )  # fmt: skip
 def test_the_boundary_comes_from_the_runtime(runtime: str, boundary: Boundary) -> None:
     assert spec.boundary_of(runtime) is boundary

@@ -11,13 +11,15 @@ from conftest import RunnerFactory
 
 from fumehood.model import Code, Display, Limits, Outcome, Policy
 from fumehood.runner import AsyncRunner, LiveSandbox, Runner
+from fumehood.tier import Features
 
 pytestmark = pytest.mark.usefixtures("with_displays")
 
 
 @pytest.fixture
-def with_displays(promised: Callable[[str], None]) -> None:
-    promised("displays")
+def with_displays(features: Features) -> None:
+    if not features.displays:
+        pytest.skip("the tier promises no displays; test_refusals.py sees them refused")
 
 
 def shown(sandbox: LiveSandbox, code: str) -> list[dict[str, bytes]]:
@@ -81,7 +83,8 @@ def test_every_form_of_an_object(runner: Runner) -> None:
 def test_a_form_that_fails_or_lies_costs_only_itself(runner: Runner) -> None:
     with runner.open() as sandbox:
         result = sandbox.exec(
-            "class A:\n    def _repr_html_(self): raise ValueError('mine')\n    def _repr_png_(self): return b'GIF89a'\n"
+            "class A:\n    def _repr_html_(self): raise ValueError('mine')\n"
+            "    def _repr_png_(self): return b'GIF89a'\n"
             "    def _repr_svg_(self): return b'\\xff<svg'\n    def __repr__(self): return 'A'\nA()"
         )
         assert result.ok and [dict(d.data) for d in result.displays] == plain("A")
@@ -151,8 +154,9 @@ def test_contexts_are_namespaces_of_one_interpreter(runner: Runner) -> None:
 def test_await_outside_functions(runner: Runner) -> None:
     with runner.open() as sandbox:
         code = (
-            "import asyncio\nqueue = asyncio.Queue()\nasync def worker():\n    while True: results.append(await queue.get())\n"
-            "results = []\ntask = asyncio.create_task(worker())\nawait asyncio.sleep(0)\nawait asyncio.sleep(0, 'value')"
+            "import asyncio\nqueue = asyncio.Queue()\nresults = []\n"
+            "async def worker():\n    while True: results.append(await queue.get())\n"
+            "task = asyncio.create_task(worker())\nawait asyncio.sleep(0)\nawait asyncio.sleep(0, 'value')"
         )
         assert shown(sandbox, code) == plain("'value'")
         assert shown(sandbox, "await queue.put(3)\nawait asyncio.sleep(0.01)\nresults") == plain("[3]")  # one loop
@@ -176,7 +180,7 @@ def test_tracebacks_show_the_programs_lines_and_nothing_else(runner: Runner) -> 
         assert "SyntaxError" in text and 'File "<agent-6>", line 1' in text and "Traceback" not in text
         text = sandbox.exec(Code("f()", name="cell.py")).stderr
         assert 'File "cell.py", line 1, in <module>\n    f()' in text
-        assert sandbox.exec("import inspect\nprint(inspect.getsource(f))").stdout == "def f():\n    return 1 / 0\n\n"
+        assert sandbox.exec("import inspect\nprint(inspect.getsource(f))").stdout == "def f():\n    return 1 / 0\n"
         assert "<agent>" in runner.run("1/0").stderr
 
 

@@ -12,7 +12,10 @@ import random
 import socket
 import sys
 import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.environments import packages_of
@@ -78,6 +81,10 @@ class JailTier:
         self._hierarchy: asyncio.Task[Hierarchy] | None = None
         self._zygotes: dict[Key, Zygote] = {}
         self._starting: dict[Key, asyncio.Task[Zygote]] = {}
+        self._ahead: _Seat | None = None
+        self._ahead_kind: tuple[Key, Limits] | None = None
+        self._making = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def probe(self) -> Probe:
@@ -126,34 +133,48 @@ class JailTier:
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
     async def _start(self, policy: Policy, warm: bool) -> StartedBare:
-        zygote = await self._zygote(_key(policy))
+        key = _key(policy)
+        seat = None if warm else self._take_seat((key, policy.limits))
+        if seat is None:
+            seat = await self._make_seat(key, policy.limits, warm)
+        self._keep_ahead(key, policy.limits, warm)
+        try:
+            await handshake(seat.end, seat.enclosure, tier=self.name)
+            receipt = self._receipt(seat, policy)
+            if "memory" not in seat.hard:
+                seat.enclosure.poll_memory(policy.limits.memory_bytes)
+            seat.end.setblocking(False)
+            return seat.end, seat.enclosure, receipt
+        except BaseException:
+            await asyncio.shield(seat.discard())
+            raise
+
+    async def _make_seat(self, key: Key, limits: Limits, warm: bool, *, patient: bool = False) -> _Seat:
+        """A first process in its cgroup that waits for the word. ``patient`` makes way for what runs meanwhile."""
+        zygote = await self._zygote(key)
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
-        rlimits = _rlimits(policy.limits, hard)
+        rlimits = _rlimits(limits, hard)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 request = zygote.request(
-                    theirs, disk_bytes=policy.limits.disk_bytes, files=policy.limits.files, rlimits=rlimits, touch=warm
+                    theirs, disk_bytes=limits.disk_bytes, files=limits.files, rlimits=rlimits, touch=warm
                 )
-            group = self._group(tree, policy.limits)  # while the zygote clones
+            group = self._group(tree, limits)  # while the zygote clones
         except BaseException:
             ours.close()
             raise
         enclosure = None
         try:
             spawned = await request.answer()
-            enclosure = _enclose(zygote, spawned, group)
-            if warm:  # a thread waits for the kernel's grace period, so that this loop serves others meanwhile
-                await asyncio.to_thread(_enter, spawned.pid, group, policy.limits, hard)
+            enclosure = self._enclose(zygote, spawned, group)
+            seat = _Seat(ours, enclosure, zygote, spawned, group, hard, rlimits)
+            if warm or patient:  # a thread waits for the kernel's grace period; this loop serves others meanwhile
+                await asyncio.to_thread(_enter, spawned.pid, group, limits, hard)
             else:
-                _enter(spawned.pid, group, policy.limits, hard)
-            await handshake(ours, enclosure, tier=self.name)
-            receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
-            if "memory" not in hard:
-                enclosure.poll_memory(policy.limits.memory_bytes)
-            ours.setblocking(False)
-            return ours, enclosure, receipt
+                _enter(spawned.pid, group, limits, hard)
+            return seat
         except BaseException:
             ours.close()
             if enclosure is None:
@@ -162,6 +183,59 @@ class JailTier:
             else:
                 await asyncio.shield(enclosure.discard())
             raise
+
+    def _enclose(self, zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
+        return PidfdEnclosure(
+            spawned.pid,
+            spawned.pidfd,
+            group,
+            cpu_after_death=lambda: zygote.exited(spawned.ident),
+            forget=lambda: zygote.forget(spawned.ident),
+            bury=self._bury,
+        )
+
+    def _bury(self, group: Cgroup) -> None:
+        """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
+        self._spawn_task(_removed(group))
+
+    def _take_seat(self, kind: tuple[Key, Limits]) -> _Seat | None:
+        """The seat that was made ahead, if it is of this kind and lives. What does not fit is thrown away."""
+        seat, self._ahead = self._ahead, None
+        if seat is None:
+            return None
+        if self._ahead_kind == kind and seat.alive:
+            return seat
+        self._spawn_task(seat.discard())
+        return None
+
+    def _keep_ahead(self, key: Key, limits: Limits, warm: bool) -> None:
+        """Have one more seat made beside the program that is about to run, if there was a program like it before.
+
+        Moving a process into a cgroup can wait for a grace period of the kernel's, 10 ms and more after some quiet:
+        with one made ahead, the next run does not meet it.
+        """
+        usual = not warm and self._guest is AGENT and not self._closed
+        again, self._ahead_kind = self._ahead_kind == (key, limits), (key, limits)
+        if usual and again and self._ahead is None and not self._making:
+            self._making = True
+            self._spawn_task(self._make_ahead(key, limits))
+
+    async def _make_ahead(self, key: Key, limits: Limits) -> None:
+        try:
+            seat = await self._make_seat(key, limits, False, patient=True)
+        except (FumehoodError, OSError):
+            return  # the next run makes its own and reports
+        finally:
+            self._making = False
+        if self._closed or self._ahead is not None or self._ahead_kind != (key, limits):
+            await seat.discard()
+        else:
+            self._ahead = seat
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _group(self, tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
         if tree is None:
@@ -173,24 +247,16 @@ class JailTier:
         except OSError as error:
             raise StartError(f"cannot make a cgroup: {error}", tier="jail") from None
 
-    def _receipt(
-        self,
-        zygote: Zygote,
-        spawned: Spawned,
-        policy: Policy,
-        rlimits: dict[str, int],
-        group: Cgroup | None,
-        hard: tuple[str, ...],
-    ) -> Receipt:
+    def _receipt(self, seat: _Seat, policy: Policy) -> Receipt:
         return posture.read_back(
-            spawned.pid,
-            host_uid=spawned.host_uid,
+            seat.spawned.pid,
+            host_uid=seat.spawned.host_uid,
             policy=policy,
-            rlimits=rlimits,
-            cgroup=group.read_back() if group is not None else {},
-            hard=tuple(name for name in hard if name not in self._disabled),
-            seccomp=zygote.seccomp,
-            landlock=zygote.landlock,
+            rlimits=seat.rlimits,
+            cgroup=seat.group.read_back() if seat.group is not None else {},
+            hard=tuple(name for name in seat.hard if name not in self._disabled),
+            seccomp=seat.zygote.seccomp,
+            landlock=seat.zygote.landlock,
             disabled=self._disabled,
             notes=(),
         )
@@ -240,6 +306,12 @@ class JailTier:
 
     async def close(self) -> None:
         """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+        seat, self._ahead = self._ahead, None
+        if seat is not None:
+            await seat.discard()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
         zygotes, self._zygotes = list(self._zygotes.values()), {}
@@ -249,6 +321,27 @@ class JailTier:
             opening, self._hierarchy = self._hierarchy, None
             with contextlib.suppress(OSError):
                 await asyncio.to_thread((await opening).close)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A sandbox's first process that waits in its cgroup for the word to seal itself, and all that belongs to it."""
+
+    end: socket.socket
+    enclosure: PidfdEnclosure
+    zygote: Zygote
+    spawned: Spawned
+    group: Cgroup | None
+    hard: tuple[str, ...]
+    rlimits: dict[str, int]
+
+    @property
+    def alive(self) -> bool:
+        return not self.zygote.lost and self.enclosure.alive()
+
+    async def discard(self) -> None:
+        self.end.close()
+        await self.enclosure.discard()
 
 
 class JailSandbox(GuestSandbox):
@@ -262,14 +355,8 @@ class JailSandbox(GuestSandbox):
         return self._killed is None and self._enclosure.alive()
 
 
-def _enclose(zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
-    return PidfdEnclosure(
-        spawned.pid,
-        spawned.pidfd,
-        group,
-        cpu_after_death=lambda: zygote.exited(spawned.ident),
-        forget=lambda: zygote.forget(spawned.ident),
-    )
+async def _removed(group: Cgroup) -> None:
+    await asyncio.to_thread(group.remove)
 
 
 def _enter(pid: int, group: Cgroup | None, limits: Limits, hard: tuple[str, ...]) -> None:
