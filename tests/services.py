@@ -1,10 +1,11 @@
-"""The container engines that the tests need: ``python -m tests.services start`` and ``stop``, both idempotent, as root.
+"""The container engines that the tests need: ``python -m tests.services start``, ``stop``, or ``run -- COMMAND…``.
 
-``start`` installs Debian's packages where a command is missing, starts a Docker engine of its own if none answers at
-the usual socket, and builds the image that the tiers take. The engine has its own data folder and touches no network
-of the host's: no bridge, no firewall rules, no forwarding. An engine that was there already is used and left alone.
-``stop`` ends what ``start`` started, by its pid, and keeps the images for the next time. Podman and runsc need no
-service.
+``start`` (idempotent, as root) installs Debian's packages where a command is missing, starts a Docker engine of its own
+if none answers, and builds the image that the tiers take. The engine has its own socket and data folder and touches no
+network of the host's: no bridge, no firewall rules, no forwarding. An engine that was there already is used and left
+alone. ``stop`` ends what ``start`` started, by its pid, and keeps the images for the next time. ``run`` does both
+around a command, with DOCKER_HOST set for it, and answers with the command's exit code. Podman and runsc need no
+service. What cannot be had is told, and the tests that need it then skip, or fail where their tier is required.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fumehood.errors import FumehoodError
 from fumehood.images import engines, store
-from fumehood.images.engine import Word, answers
+from fumehood.images.engine import EngineError, EngineGoneError, Word, answers, socket_paths
 from fumehood.images.service import reach
 
 #: Command -> Debian package. uidmap is what rootless Podman maps its users with.
@@ -33,8 +35,9 @@ PACKAGES = {
     "runc": "runc",
     "newuidmap": "uidmap",
 }
-SOCKET = "/run/docker.sock"
+ENGINES: tuple[Word, ...] = ("docker", "podman")
 STATE = Path("/var/lib/fumehood-tests")
+SOCKET = f"{STATE}/docker.sock"
 _PID_FILE = STATE / "dockerd.pid"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
@@ -42,26 +45,51 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 def main() -> int:
-    """Do what the one argument says."""
-    action = sys.argv[1] if len(sys.argv) == 2 else ""
-    if action not in ("start", "stop"):
-        print(f"usage: python -m tests.services start|stop\n{__doc__}", file=sys.stderr)
+    """Do what the arguments say."""
+    action, *rest = sys.argv[1:] or [""]
+    if action == "run" and rest[:1] == ["--"] and len(rest) > 1:
+        return run(rest[1:])
+    if action not in ("start", "stop") or rest:
+        print(f"usage: python -m tests.services start | stop | run -- COMMAND…\n\n{__doc__}", file=sys.stderr)
         return 2
-    if os.geteuid() != 0:
-        print("engines are started by root only; their tests are skipped", file=sys.stderr)
-        return 0
-    {"start": start, "stop": stop}[action]()
+    if action == "stop":
+        stop()
+    else:
+        start()
     return 0
 
 
+def run(command: list[str]) -> int:
+    """Start, run ``command`` to its end, and stop what was started here."""
+    running = _running()
+    start()
+    try:
+        return subprocess.call(command)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        if running is None:
+            stop()
+
+
 def start() -> None:
-    """Install, start, build."""
-    install()
-    if answers(SOCKET):
-        start_docker()
-    image = store.find(store.DEFAULT_NAME) or store.build(store.DEFAULT_NAME, progress=_say)
-    for word in ("docker", "podman"):
-        asyncio.run(put_once(word, image))
+    """Install, start, build; whatever fails is told."""
+    if os.geteuid() != 0:
+        _say("only root can start engines: what is there is used")
+        return
+    with _telling("packages"):
+        install()
+    if "DOCKER_HOST" not in os.environ and not any(not answers(path) for path in socket_paths("docker")[0]):
+        os.environ["DOCKER_HOST"] = f"unix://{SOCKET}"
+        with _telling("dockerd"):
+            if answers(SOCKET):
+                start_docker()
+            _say(f"export DOCKER_HOST={os.environ['DOCKER_HOST']}")
+    with _telling("image"):
+        image = store.find(store.DEFAULT_NAME) or store.build(store.DEFAULT_NAME, progress=_say)
+        for word in ENGINES:
+            with _telling(f"image for {word}"):
+                asyncio.run(put_once(word, image))
 
 
 def install() -> None:
@@ -79,7 +107,7 @@ def install() -> None:
 
 
 def start_docker() -> None:
-    """An engine at the usual socket, with runsc as a second runtime. Raises TimeoutError with its log's end."""
+    """An engine of our own, with runsc as a second runtime. Raises OSError, TimeoutError with its log's end."""
     STATE.mkdir(mode=0o711, exist_ok=True)
     runtimes = {"runsc": {"path": shutil.which("runsc"), "runtimeArgs": ["--platform=ptrace", "--network=none"]}}
     (STATE / "daemon.json").write_text(json.dumps({"runtimes": runtimes}))
@@ -146,6 +174,14 @@ def _running() -> int | None:
     except (OSError, ValueError):
         return None
     return pid if f"--data-root={STATE}/data".encode() in command.split(b"\0") else None
+
+
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError, FumehoodError, EngineError, EngineGoneError) as error:
+        _say(f"{what}: {error}")
 
 
 @contextlib.contextmanager

@@ -110,7 +110,18 @@ def test_the_guest_imports_nothing_of_fumehood(path: Path) -> None:
 @pytest.mark.parametrize("name", runtime.INSIDE)
 def test_what_runs_inside_the_jail_is_small(name: str) -> None:
     """Every module there is memory in each sandbox: none of the standard library's heavy ones when it is imported."""
-    heavy = {"dataclasses", "enum", "typing", "re", "asyncio", "subprocess", "inspect", "logging", "pathlib", "tempfile"}
+    heavy = {
+        "dataclasses",
+        "enum",
+        "typing",
+        "re",
+        "asyncio",
+        "subprocess",
+        "inspect",
+        "logging",
+        "pathlib",
+        "tempfile",
+    }
     assert not {n.partition(".")[0] for n in imports(ROOT / name, runtime_only=True)} & heavy
 
 

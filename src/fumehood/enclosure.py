@@ -88,6 +88,11 @@ class PidfdEnclosure:
             await asyncio.sleep(_POLL_S)
 
     @property
+    def pid(self) -> int:
+        """PID 1 of the sandbox, as this process's PID namespace numbers it."""
+        return self._pid
+
+    @property
     def dead(self) -> bool:
         """Whether the last process is dead."""
         return self._death.done()

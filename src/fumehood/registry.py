@@ -19,7 +19,10 @@ _TIERS = {
     "subprocess": "fumehood.tiers.subprocess.tier:SubprocessTier",
     "interpreter": "fumehood.tiers.interpreter.tier:InterpreterTier",
     "jail": "fumehood.tiers.jail.tier:JailTier",
+    "docker": "fumehood.tiers.container.tier:DockerTier",
+    "podman": "fumehood.tiers.container.tier:PodmanTier",
     "wasm": "fumehood.tiers.wasm.tier:WasmTier",
+    "gvisor": "fumehood.tiers.gvisor.tier:GvisorTier",
     "microvm": "fumehood.tiers.microvm.tier:MicrovmTier",
     "e2b": "fumehood.tiers.e2b.tier:E2BTier",
 }

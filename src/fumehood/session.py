@@ -219,7 +219,7 @@ class _Run:
 
     __slots__ = (
         "displays", "done", "failed", "ident", "imposed", "interrupted", "last", "lost", "output", "overflow",
-        "program", "status", "stdin", "timers",
+        "program", "sent", "status", "stdin", "timers",
     )  # fmt: skip
 
     def __init__(
@@ -238,6 +238,7 @@ class _Run:
         self.lost = False  # the interpreter with its variables
         self.overflow = False
         self.interrupted = False
+        self.sent = asyncio.Event()  # the guest has been told to run it, so that what follows reaches it
         self.timers: list[asyncio.TimerHandle] = []
 
 
@@ -412,6 +413,14 @@ class GuestSandbox:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # not awaited by everybody
+        sending = asyncio.ensure_future(run.sent.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {sending, task}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()
+        if task.done() and (isinstance(task.exception(), PolicyError)):
+            task.result()
         return Running(self, run, task)
 
     def _begin(self, program: Program, stdin: _Stdin, sink: Sink | None, last: bool, background: bool = False) -> _Run:
@@ -454,6 +463,7 @@ class GuestSandbox:
             try:
                 await self._hand_over(run)
                 handed_over = True
+                run.sent.set()
             except ChannelClosed:
                 pass  # run.done is set by now, with what is known
             await run.done
@@ -486,6 +496,7 @@ class GuestSandbox:
             try:
                 await self._hand_over(run, background=True)
                 handed_over = True
+                run.sent.set()
             except ChannelClosed:
                 pass
             await run.done

@@ -149,6 +149,13 @@ def test_a_question_is_gone_after_its_deadline(tmp_path: Path) -> None:
     assert not store.answer(one.ident, approved=True, by="late")
 
 
+def test_the_store_is_private(tmp_path: Path) -> None:
+    StoreApprover(tmp_path / "asks.db")
+    assert (tmp_path / "asks.db").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FumehoodError):
+        StoreApprover(tmp_path / "none" / "asks.db")
+
+
 def test_a_question_is_answered_once(tmp_path: Path) -> None:
     store = StoreApprover(tmp_path / "asks.db")
     one = ask()

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from vendor_servers import Says, VendorServer
 
+from fumehood.agent.approval import StoreApprover
 from fumehood.agent.audit import AuditLog, Keep, read, verify
 from fumehood.agent.gate import Gate
 from fumehood.agent.loop import Conversation, ModelError, Prices, Tokens, Transcript, Watcher, run_agent
@@ -300,6 +302,32 @@ def test_the_command_shows_a_marked_and_harmless_conversation(command: Callable[
     assert lines[-1] == "All done."
     assert "2 turns" in err and "$0.0003" in err and "saved r.txt" in err
     assert (tmp_path / "o" / "r.txt").exists() and verify(tmp_path / "a").records == 2
+
+
+@pytest.mark.parametrize("approved", [True, False])
+def test_the_command_waits_for_an_answer_from_elsewhere(
+    command: Callable[..., Any], tmp_path: Path, approved: bool
+) -> None:
+    store = StoreApprover(tmp_path / "asks.db")
+
+    def answer() -> None:
+        while not (pending := store.pending()):
+            time.sleep(0.02)
+        store.answer(pending[0].ident, approved=approved, by="alice", reason="of my own")
+
+    script = [Says(calls=[("run_python", {"code": "print('it ran')"})]), Says("Well.")]
+    answering = threading.Thread(target=answer)
+    with VendorServer(script) as server:
+        answering.start()
+        code, out, _ = command(
+            "x", "--model", "m", "--base-url", f"{server.url}/v1", "--approve", "always",
+            "--approve-in", str(tmp_path / "asks.db"), "--audit", str(tmp_path / "a"),
+        )  # fmt: skip
+        answering.join()
+    assert code == 0 and ("| it ran" in out) is approved
+    assert ("refused by alice: of my own" in server.seen.last_results[0]["content"]) is not approved
+    events = [r["event"] for r in read(tmp_path / "a")]
+    assert events == (["asked", "approved", "started", "ended"] if approved else ["asked", "denied"])
 
 
 def test_the_command_says_as_json_that_it_did_not_finish(command: Callable[..., Any]) -> None:

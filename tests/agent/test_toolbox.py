@@ -86,7 +86,7 @@ def test_displays_are_given_as_text_and_images(tools: SyncToolbox, jail: Runner)
     assert "42" in run(tools, "6 * 7").text
     figure = PNG + "plot('hidden', 10)\nclass F:\n    def _repr_png_(self): return open('hidden', 'rb').read()\nF()"
     shown = run(tools, figure)
-    assert [i.name for i in shown.images] == ["display 1"] and "1 first images" in shown.text
+    assert [i.name for i in shown.images] == ["display 1"] and "displayed the first 1" in shown.text
     fake = "class F:\n    def _repr_png_(self): return b'<svg onload=alert(1)>'\nF()"
     assert not run(tools, fake).images
     with SyncToolbox(jail, live=False) as single:

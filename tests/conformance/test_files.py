@@ -1,4 +1,6 @@
-"""Files in, artifacts out: what is saved, what is skipped with which reason, and that nothing leads out of the folder."""
+"""Files in, artifacts out: what is saved, what is skipped and why, and that nothing leads out of the folder."""
+
+# ruff: noqa: E501 - a program of one line stays on one line
 
 from __future__ import annotations
 

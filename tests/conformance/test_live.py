@@ -33,7 +33,12 @@ def test_state_and_files_last(runner: Runner) -> None:
 def test_an_error_costs_nothing_but_the_rest_of_its_exec(runner: Runner) -> None:
     with runner.open() as sandbox:
         sandbox.exec("x = 5")
-        for program, code in (("1/0", 1), ("this is not python", 1), ("raise SystemExit(3)", 3), ("import nothing_", 1)):
+        for program, code in (
+            ("1/0", 1),
+            ("this is not python", 1),
+            ("raise SystemExit(3)", 3),
+            ("import nothing_", 1),
+        ):
             assert sandbox.exec(program).exit_code == code
         assert sandbox.exec("print(x)").stdout == "5\n"
 
@@ -104,7 +109,9 @@ def test_files_of_the_host(runner: Runner) -> None:
 
 def test_files_of_the_host_follow_no_link_and_block_on_nothing(runner: Runner) -> None:
     with runner.open() as sandbox:
-        sandbox.exec("import os\nos.symlink('/etc', 'd')\nos.symlink('/etc/passwd', 'l')\nos.mkfifo('p')\nos.mkdir('q')")
+        sandbox.exec(
+            "import os\nos.symlink('/etc', 'd')\nos.symlink('/etc/passwd', 'l')\nos.mkfifo('p')\nos.mkdir('q')"
+        )
         for path in ("d/passwd", "l", "p", "q"):
             with pytest.raises(FileError):
                 sandbox.read_file(path)

@@ -75,15 +75,9 @@ def test_files(runner: Runner, features: Features, tmp_path: Path) -> None:
             runner.run("1", out=tmp_path)
 
 
-def test_mounts_are_read_only_below_mnt(tier_name: str, features: Features, tmp_path: Path) -> None:
+def test_mounts_are_read_only_below_mnt(tier_name: str, features: Features) -> None:
     if not features.mounts:
         pytest.skip("refused: see above")
-    source = tmp_path / "data"
-    source.mkdir()
-    (source / "f").write_text("of the host")
-    for folder in (source, *tmp_path.parents):
-        if folder.owner() != "root" or folder.stat().st_mode & 0o001:
-            continue
     with Runner(tier=tier_name, policy=Policy(mounts=(Mount("/usr/share/zoneinfo", "/mnt/zones"),))) as runner:
         result = runner.run(
             "print(len(open('/mnt/zones/UTC', 'rb').read()) > 50)\n"
@@ -96,9 +90,9 @@ def test_mounts_are_read_only_below_mnt(tier_name: str, features: Features, tmp_
 def test_an_environment_that_nobody_built_is_refused_by_name(tier_name: str, features: Features) -> None:
     if not features.environments:
         pytest.skip("refused: see above")
-    with pytest.raises(PolicyError, match="no-such-environment"):
-        with Runner(tier=tier_name, policy=Policy(environment="no-such-environment")) as runner:
-            runner.run("print('ran')")
+    policy = Policy(environment="no-such-environment")
+    with pytest.raises(PolicyError, match="no-such-environment"), Runner(tier=tier_name, policy=policy) as runner:
+        runner.run("print('ran')")
 
 
 def test_a_policy_below_the_floor_is_refused(tier_name: str, features: Features) -> None:

@@ -30,6 +30,8 @@ PATIENCE_S = 60.0
 
 
 def test_100_runs_at_once(async_runner_factory: Factory, private_tmp: Path) -> None:
+    whole = Look.take(private_tmp)
+
     async def main() -> None:
         async with async_runner_factory(Policy(limits=Limits(wall_s=120, cpu_s=60))) as runner:
             await runner.run(Code("pass"))
@@ -37,13 +39,16 @@ def test_100_runs_at_once(async_runner_factory: Factory, private_tmp: Path) -> N
             program = "import os\nopen('f', 'w').write('{0}')\nprint({0}, len(os.listdir()))"
             results = await asyncio.gather(*(runner.run(Code(program.format(i))) for i in range(100)))
             assert [r.stdout for r in results] == [f"{i} 1\n" for i in range(100)]
-            assert before.left(private_tmp) == []
+            assert before.left(private_tmp, kept=1) == []
 
     asyncio.run(main())
+    assert whole.left(private_tmp) == []
 
 
 def test_a_run_that_is_cancelled_at_any_point_leaves_nothing(async_runner_factory: Factory, private_tmp: Path) -> None:
     dice = random.Random(2)
+
+    whole = Look.take(private_tmp)
 
     async def main() -> None:
         async with async_runner_factory(Policy(limits=Limits(wall_s=60))) as runner:
@@ -68,12 +73,15 @@ def test_a_run_that_is_cancelled_at_any_point_leaves_nothing(async_runner_factor
                 with pytest.raises(asyncio.CancelledError):
                     await asyncio.wait_for(asyncio.shield(task), PATIENCE_S)
             assert (await runner.run(Code("print(1)"))).stdout == "1\n"
-            assert before.left(private_tmp) == []
+            assert before.left(private_tmp, kept=1) == []
 
     asyncio.run(main())
+    assert whole.left(private_tmp) == []
 
 
 def test_a_run_that_times_out_outside_leaves_nothing(async_runner_factory: Factory, private_tmp: Path) -> None:
+    whole = Look.take(private_tmp)
+
     async def main() -> None:
         async with async_runner_factory(Policy(limits=Limits(wall_s=60))) as runner:
             await runner.run(Code("pass"))
@@ -82,9 +90,10 @@ def test_a_run_that_times_out_outside_leaves_nothing(async_runner_factory: Facto
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.3):
                         await runner.run(Code("while True: pass"))
-            assert before.left(private_tmp) == []
+            assert before.left(private_tmp, kept=1) == []
 
     asyncio.run(main())
+    assert whole.left(private_tmp) == []
 
 
 def test_closing_an_asynchronous_runner_ends_what_runs(async_runner_factory: Factory, private_tmp: Path) -> None:
@@ -161,7 +170,7 @@ with Runner(tier=sys.argv[1], policy=Policy(limits=Limits(wall_s=60))) as runner
         runner.run("print('on', flush=True)\\nwhile True: pass", sink=lambda s, d: print("on", flush=True))
         print("it ended", flush=True)
     except KeyboardInterrupt:
-        print("interrupted", before.left(Path(sys.argv[2])), flush=True)
+        print("interrupted", before.left(Path(sys.argv[2]), kept=1), flush=True)
     print(runner.run("print('next')").stdout, flush=True)
 """
 
@@ -190,7 +199,9 @@ def test_a_program_does_not_see_another_one(runner_factory: RunnerFactory, featu
         pytest.skip("needs two live sandboxes with a boundary between them")
     runner = runner_factory()
     with runner.open() as one, runner.open() as two:
-        one.exec("import os\nopen('f', 'w').write('x')\nopen('/tmp/f', 'w').write('x')\nopen('/dev/shm/f', 'w').write('x')")
+        one.exec(
+            "import os\nopen('f', 'w').write('x')\nopen('/tmp/f', 'w').write('x')\nopen('/dev/shm/f', 'w').write('x')"
+        )
         seen = two.exec(
             "import os\nprint([os.path.exists(p) for p in ('f', '/tmp/f', '/dev/shm/f')])\n"
             "pids = [p for p in os.listdir('/proc') if p.isdigit()]\nprint(len(pids) <= 2)\n"
@@ -219,13 +230,16 @@ async def main():
         assert not wrong, wrong[:3]
         again = await runner.run(Code("print(2)"))
         assert again.stdout == "2\\n"
-        left = before.left(Path(sys.argv[2]))
+        left = before.left(Path(sys.argv[2]), kept=1)
         assert not left, left
     print("fine")
 asyncio.run(main())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, tier_name, str(private_tmp)], capture_output=True, text=True, timeout=PATIENCE_S * 2
+        [sys.executable, "-c", code, tier_name, str(private_tmp)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S * 2,
     )
     assert done.stdout == "fine\n", done.stderr[-3000:]
 

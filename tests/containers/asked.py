@@ -14,7 +14,6 @@ from fumehood.images.engine import Engine, Word
 from fumehood.images.service import Service, reach
 from fumehood.tiers.container import owners
 
-
 ALL = ("docker", "podman", "gvisor")
 
 

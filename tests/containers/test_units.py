@@ -271,7 +271,8 @@ def test_answers_that_are_none(tmp_path: Path, answer: bytes, error: type[Except
 )  # fmt: skip
 def test_runc_with_known_escapes_is_told(version: str, old: bool) -> None:
     assert advice.runc_is_old(version) is old
-    assert bool(advice.notes("docker", "20", {"runc": version})) is old
+    assert bool(advice.notes({"runc": version})) is old
+    assert bool(advice.notes({"OCI Runtime (runc)": f"runc version {version}\ncommit: x"})) is old
 
 
 def test_the_age_of_runsc_is_read_from_its_version() -> None:

@@ -1,5 +1,7 @@
 """1,000 hostile runs leave no process, mount, control group, descriptor, temporary file or file behind."""
 
+# ruff: noqa: E501 - a program of one line stays on one line
+
 from __future__ import annotations
 
 import asyncio
@@ -11,13 +13,14 @@ from pathlib import Path
 import pytest
 from support.residue import Look
 
-from fumehood.errors import FumehoodError
+from fumehood.errors import FumehoodError, StartError
 from fumehood.model import Code, Limits, MiB, Outcome, Policy
 from fumehood.runner import AsyncRunner
 
 pytestmark = pytest.mark.usefixtures("full_python")
 
 CONCURRENCY = 4
+TRIES = 8
 
 #: Runs by tier; others than these are slower to start, and take fewer.
 RUNS = {"jail": 1000, "subprocess": 300}
@@ -74,17 +77,26 @@ def test_nothing_is_left(
                 async with slots:
                     name = dice.choice(list(PROGRAMS))
                     out = tmp_path / str(number) if runners[0].tier.features.files and number % 10 == 0 else None
-                    try:
-                        result = await dice.choice(runners).run(Code(PROGRAMS[name]), out=out)
-                    except FumehoodError as error:
-                        wrong.append(f"{name}: {error!r}")
-                        return
+                    for attempt in range(TRIES):
+                        try:
+                            result = await dice.choice(runners).run(Code(PROGRAMS[name]), out=out)
+                            break
+                        except (
+                            StartError
+                        ) as error:  # nothing ran: on a busy machine 50 ms pass before the program starts
+                            outcomes["not started"] += 1
+                            if attempt == TRIES - 1:
+                                wrong.append(f"{name}: {error!r}")
+                                return
+                        except FumehoodError as error:
+                            wrong.append(f"{name}: {error!r}")
+                            return
                     outcomes[result.outcome.value] += 1
                     if result.outcome not in (Outcome.WALL, Outcome.CPU) and name in ("loop", "sleep", "signals"):
                         wrong.append(f"{name}: {result.outcome.value}")
 
             await asyncio.gather(*(one(number) for number in range(runs)))
-            assert before.left(private_tmp) == []
+            assert before.left(private_tmp, kept=len(runners)) == []
         finally:
             for runner in runners:
                 await runner.close()
@@ -93,4 +105,4 @@ def test_nothing_is_left(
     asyncio.run(main())
     print(f"{tier_name}: {dict(outcomes)}")
     assert not wrong, f"{len(wrong)} of {runs}: {Counter(wrong).most_common(8)}"
-    assert outcomes["wall"] > runs / 4 and sum(outcomes.values()) == runs
+    assert outcomes["wall"] > runs / 4 and sum(outcomes.values()) - outcomes["not started"] == runs

@@ -181,11 +181,21 @@ def test_output_is_bounded(runner: Runner) -> None:
 def test_a_worker_that_dies_costs_only_its_run(runner: Runner) -> None:
     with runner.open() as one, runner.open() as other:
         other.exec("kept = 1")
-        timer = threading.Timer(0.2, one.close)
-        timer.start()
-        with pytest.raises(Exception, match="close"):
-            one.exec("while True: pass")
-        timer.join()
+        running = threading.Event()
+        ended: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                one.exec("print('running')\nwhile True: pass", sink=lambda *_: running.set())
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert running.wait(20)
+        one.close()
+        thread.join(20)
+        assert len(ended) == 1
         assert other.exec("print(kept)").stdout == "1\n"
 
 

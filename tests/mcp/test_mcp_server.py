@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,7 +31,27 @@ import httpx2  # noqa: E402 - the HTTP client that the SDK brings
 from mcp.client.streamable_http import streamable_http_client  # noqa: E402
 
 PATIENCE_S = 60.0
-SLOW = "import time\nprint('started', flush=True)\ntime.sleep(600)"
+
+
+class Sleeper:
+    """A program that sleeps, and can be found from outside by the argument of its ``sleep``."""
+
+    def __init__(self) -> None:
+        self._seconds = f"600.{secrets.randbits(60)}"
+        command = ["sleep", self._seconds]
+        self.code = f"import subprocess\nprint('started', flush=True)\nsubprocess.run({command})"
+
+    def is_there(self) -> bool:
+        wanted = f"sleep\0{self._seconds}\0".encode()
+        return any(_cmdline(int(p.name)) == wanted for p in Path("/proc").iterdir() if p.name.isdigit())
+
+    async def wait(self, *, there: bool) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.is_there() is not there:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
 PNG = """
 import struct, zlib
 def chunk(kind, data):
@@ -211,7 +232,6 @@ def test_calls_run_at_once_and_report_progress(connect: Connect) -> None:
 def test_a_cancelled_call_is_ended_and_the_server_goes_on(connect: Connect) -> None:
     async def work(client: Any) -> None:
         await call(client, "run_python", code="1")  # the template is there from now on
-        idle = len(process.descendants(os.getpid()))
         session = text(await call(client, "open_session"))
         await call(client, "run_in_session", session=session, code="x = 1")
         started = asyncio.Event()
@@ -222,18 +242,19 @@ def test_a_cancelled_call_is_ended_and_the_server_goes_on(connect: Connect) -> N
 
         for name, more in (("run_python", {}), ("run_in_session", {"session": session})):
             started.clear()
-            task = asyncio.ensure_future(client.call_tool(name, {"code": SLOW, **more}, progress_callback=progress))
+            sleeper = Sleeper()
+            arguments = {"code": sleeper.code, **more}
+            task = asyncio.ensure_future(client.call_tool(name, arguments, progress_callback=progress))
             await started.wait()
-            assert len(process.descendants(os.getpid())) > idle
+            await sleeper.wait(there=True)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+            await sleeper.wait(there=False)
             assert "2" in text(await call(client, "run_python", code="print(1 + 1)"))
         after = text(await call(client, "run_in_session", session=session, code="print(x)"))
         assert "new sandbox" in after and "NameError" in after
         await call(client, "close_session", session=session)
-        while len(process.descendants(os.getpid())) > idle:
-            await asyncio.sleep(0.05)
 
     with_client(connect, work)
 
@@ -281,51 +302,41 @@ def client_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         child.wait()
 
 
+def killed_while_running(*arguments: str) -> tuple[Sleeper, dict[int, int]]:
+    """The program of a client that was killed during its call, and the processes that were below the client."""
+    sleeper = Sleeper()
+    with client_process(*arguments, sleeper.code) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "warm\n"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "running\n"
+        asyncio.run(sleeper.wait(there=True))
+        below = {pid: process.start_time(pid) for pid in process.descendants(child.pid)}
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    return sleeper, below
+
+
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
 def test_an_http_client_that_is_killed_leaves_nothing_running(http: Http, mode: str) -> None:
     target = json.dumps({"url": http.url, "token": http.token})
-    with client_process("http", mode, target, SLOW) as child:
-        assert child.stdin is not None and child.stdout is not None
-        assert child.stdout.readline() == "warm\n"
-        idle = len(process.descendants(http.pid))
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "running\n"
-        assert len(process.descendants(http.pid)) > idle
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while len(process.descendants(http.pid)) > idle:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        while [r["event"] for r in read(http.audit)][-1] != "failed":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    sleeper, _ = killed_while_running("http", mode, target)
+    asyncio.run(sleeper.wait(there=False))
+    deadline = time.monotonic() + PATIENCE_S
+    while [r["event"] for r in read(http.audit)][-1] != "failed":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_stdio_client_that_is_killed_leaves_nothing_running(policy: Path) -> None:
-    target = json.dumps({"args": ["--policy", str(policy)]})
-    with client_process("stdio", "auto", target, SLOW) as child:
-        assert child.stdin is not None and child.stdout is not None
-        assert child.stdout.readline() == "warm\n"
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "running\n"
-        below = {pid: process.start_time(pid) for pid in process.descendants(child.pid)}
-        assert len(below) >= 3
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while left := [pid for pid, start in below.items() if _is_still(pid, start)]:
-            assert time.monotonic() < deadline, [_cmdline(p) for p in left]
-            time.sleep(0.05)
-
-
-def _is_still(pid: int, start: object) -> bool:
-    try:
-        return bool(process.start_time(pid) == start)
-    except OSError:
-        return False
+    sleeper, below = killed_while_running("stdio", "auto", json.dumps({"args": ["--policy", str(policy)]}))
+    asyncio.run(sleeper.wait(there=False))
+    assert len(below) >= 3  # the server, and what it had started
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [pid for pid, start in below.items() if process.alive(pid, start)]:
+        assert time.monotonic() < deadline, [_cmdline(p) for p in left]
+        time.sleep(0.05)
 
 
 def test_http_without_the_token_is_shut(http: Http) -> None:

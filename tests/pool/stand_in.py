@@ -89,7 +89,11 @@ class StandIn:
     async def create(self, policy: Policy) -> StandInSandbox:
         self.living += 1
         self.living_most = max(self.living, self.living_most)
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.living -= 1
+            raise
         if self.refuse:
             self.refuse -= 1
             self.living -= 1

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from conftest import need_tier
+from support.residue import Look
+
 from fumehood import pool as pool_module
+from fumehood.errors import StartError
 from fumehood.linux import process
 from fumehood.linux.cgroup import Cgroup
 from fumehood.model import Code, Limits, Outcome, Policy, Result
@@ -22,10 +24,8 @@ from fumehood.runner import AsyncRunner, Runner
 from fumehood.tiers.jail.client import Zygote
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.wire import Channel
-from support.residue import Look
 
-#: Page faults of agent and interpreter together in one warm run of ``print(1)``, with ample room: about 22 were
-#: measured; a run that was not rehearsed has more than 150.
+#: Page faults of agent and interpreter together in a warm run, from the call to its first output, with ample room.
 FAULTS_MAX = 60
 
 
@@ -109,8 +109,14 @@ def test_a_warm_run_meets_its_pages_in_place() -> None:
             pids = [first_process(sandbox), *process.descendants(first_process(sandbox))]
             assert len(pids) == 2
             before = faults(pids)
-            assert (await sandbox.exec(Code("print(1)"))).ok
-            counts[warm] = faults(pids) - before
+            seen: list[int] = []
+
+            def sink(stream: str, data: bytes, seen: list[int] = seen, pids: list[int] = pids) -> None:
+                seen.append(faults(pids))
+
+            program = "print(1, flush=True)\nimport time; time.sleep(0.5)"
+            assert (await sandbox.exec(Code(program), sink=sink, last=True)).ok
+            counts[warm] = seen[0] - before
             await sandbox.close()
         await tier.close()
         assert counts[True] <= FAULTS_MAX, counts
@@ -227,8 +233,12 @@ def test_nothing_of_200_hostile_runs_reaches_200_ordinary_ones(small: Policy) ->
             hostile = AsyncRunner(tier=runner.tier, policy=small)
             good = [runner.run(ORDINARY.format(number=n)) for n in range(200)]
             bad = [hostile.run(HOSTILE[n % len(HOSTILE)]) for n in range(200)]
-            results = await asyncio.gather(*(run for pair in zip(bad, good, strict=True) for run in pair))
+            mixed = (run for pair in zip(bad, good, strict=True) for run in pair)
+            results = await asyncio.gather(*mixed, return_exceptions=True)
+            # On a machine with much else to do, a hostile one's deadline may pass before its sandbox is ready.
+            assert {type(result) for result in results[::2]} <= {Result, StartError}
             for number, result in enumerate(results[1::2]):
+                assert isinstance(result, Result), result
                 assert (result.outcome, result.stdout) == (Outcome.EXITED, f"{number}\n"), result.stderr
             metrics = runner.tier.metrics()  # type: ignore[attr-defined]
             assert metrics.warm + metrics.cold == 400 and metrics.waiting == 0

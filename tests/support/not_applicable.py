@@ -62,6 +62,43 @@ DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_program_does_not_see_another_one",
         ),
     },
+    "e2b": {
+        "the provider's template decides resources, so a limit of ours for them is refused by name": (
+            "test_code_of_10_mb",
+            "test_cpu_of_all_processes_together",
+            "test_sleeping_uses_no_cpu",
+            "TestFullPython::test_memory",
+            "test_a_child_killed_for_memory",
+            "test_pids",
+            "test_threads_count_as_processes",
+            "test_disk",
+            "TestFullPython::test_files",
+            "test_open_files",
+            "test_usage_",
+            "test_a_file_that_does_not_fit",
+            "test_100_runs_at_once",
+            "test_all_164_pass",  # test_e2b.py runs them within the service's limits
+        ),
+        "a single run is a script of the template's Python behind a login shell": (
+            "null bytes",
+            "raise KeyboardInterrupt",
+            "test_environment_is_given_and_nothing_is_inherited",
+            "test_main_looks_like_a_fresh_interpreter",
+        ),
+        "the service tells output as text": ("test_unicode_and_binary_come_out",),
+        "files are fetched by the service's listing, which knows neither hard links nor modes": (
+            "test_links_and_special_files",
+            "test_count_is_capped",
+            "test_unreadable_and_setuid_files",
+        ),
+        "a cell takes no standard input": ("test_output_and_stdin_belong_to_their_exec",),
+        "an interrupted cell says nothing": ("test_interrupt_ends_the_exec_and_nothing_else",),
+        "the SDK keeps its connections, and needs more descriptors than the test leaves": (
+            "test_a_run_that_is_cancelled_at_any_point",
+            "test_ctrl_c_of_the_synchronous_face",
+            "test_a_supervisor_under_a_low_limit",
+        ),
+    },
 }
 
 

@@ -14,9 +14,19 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 
-CREDENTIALS = (
-    ["Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters"]
-)  # of each thread, proc(5)
+CREDENTIALS = [
+    "Uid",
+    "Gid",
+    "Groups",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+    "Seccomp_filters",
+]  # of each thread, proc(5)
 
 
 def fields(path: str) -> dict[str, str]:

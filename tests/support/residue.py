@@ -9,6 +9,10 @@ from pathlib import Path
 
 from fumehood.linux import process
 
+#: What a sandbox that waits for its program takes, at most: its first process; its socket, pidfd and one more
+#: descriptor; a group in each of four trees of control groups.
+SEAT = {"processes": 1, "descriptors": 3, "mounts": 0, "cgroups": 4, "files": 0}
+
 #: How long the kernel may take to finish tearing down what was killed.
 PATIENCE_S = 5.0
 
@@ -34,16 +38,20 @@ class Look:
             frozenset(str(p) for p in folder.iterdir()) | frozenset(_shared()),
         )
 
-    def left(self, folder: Path) -> list[str]:
-        """What is there now and was not then; waits a little for what is about to go."""
+    def left(self, folder: Path, *, kept: int = 0) -> list[str]:
+        """What is there now and was not then; waits a little for what is about to go.
+
+        A tier may hold one sandbox ready for the next run (and replace it at each), so while runners are open the
+        caller says how many may be ``kept``: of each kind of thing no more than they need (:data:`SEAT`) is allowed.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             now = Look.take(folder)
-            found = [
-                f"{kind[:-1]} {item}"
-                for kind in self.__slots__
-                for item in sorted(getattr(now, kind) - getattr(self, kind))
-            ]
+            found = []
+            for kind, seat in SEAT.items():
+                new = sorted(getattr(now, kind) - getattr(self, kind))
+                if len(new) > kept * seat:
+                    found += [f"{kind}: {item}" for item in new]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)

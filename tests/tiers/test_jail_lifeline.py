@@ -30,20 +30,28 @@ policy = Policy(limits=Limits(wall_s=600, cpu_s=600, pids=20))
 def told(*_): print("ready", flush=True)
 """
 
-RUNNING = START + """
+RUNNING = (
+    START
+    + """
 with Runner(tier={tier!r}, policy=policy) as runner:
     runner.run({program!r}, sink=told)
 """
+)
 
-LIVE = START + """
+LIVE = (
+    START
+    + """
 with Runner(tier={tier!r}, policy=policy) as runner, runner.open() as one, runner.open() as two:
     one.exec("pass"); two.exec("import subprocess; p = subprocess.Popen(['sleep', '600'])")
     told()
     time.sleep(600)
 """
+)
 
 #: Hangs where a sandbox's first process waits for the word to seal itself, or has just been given it.
-SEALING = START + """
+SEALING = (
+    START
+    + """
 import asyncio, socket
 import fumehood.tiers.{tier}.tier as tier
 async def hang(channel, enclosure, **_):
@@ -56,12 +64,16 @@ tier.handshake = hang
 with Runner(tier={tier!r}, policy=policy) as runner:
     runner.run("while True: pass")
 """
+)
 
-STARTING = START + """
+STARTING = (
+    START
+    + """
 with Runner(tier={tier!r}, policy=policy) as runner:
     told()
     runner.run("while True: pass")
 """
+)
 
 
 @pytest.fixture(params=["jail", "subprocess"])
@@ -173,7 +185,9 @@ def test_a_template_that_does_not_listen_dies_too(stopped: int) -> None:
     """A zygote in the middle of an import reads nothing: like one that is stopped."""
     need_tier("jail")
     with supervisor(LIVE, tier="jail") as child:
-        (launcher, *_) = [pid for pid in posture.children(child.pid) if any("launcher.py" in w for w in posture.command(pid))]
+        (launcher, *_) = [
+            pid for pid in posture.children(child.pid) if any("launcher.py" in w for w in posture.command(pid))
+        ]
         zygote = posture.children(launcher)[0]
         below = posture.children(child.pid)
         os.kill(zygote, stopped)
@@ -183,7 +197,9 @@ def test_a_template_that_does_not_listen_dies_too(stopped: int) -> None:
 def test_the_death_of_the_launcher_ends_its_sandboxes() -> None:
     need_tier("jail")
     with supervisor(LIVE, tier="jail") as child:
-        (launcher, *_) = [pid for pid in posture.children(child.pid) if any("launcher.py" in w for w in posture.command(pid))]
+        (launcher, *_) = [
+            pid for pid in posture.children(child.pid) if any("launcher.py" in w for w in posture.command(pid))
+        ]
         below = posture.children(launcher)
         os.kill(launcher, signal.SIGKILL)
         gone = posture.seconds_until_gone(below, PATIENCE_S)

@@ -1,5 +1,7 @@
 """Ordinary libraries work in the jail: the standard library's with processes, threads and native code, and packages."""
 
+# ruff: noqa: E501 - a program of one line stays on one line
+
 from __future__ import annotations
 
 import os
@@ -200,7 +202,9 @@ def test_packages(environment: str, tmp_path: Path, preload: tuple[str, ...]) ->
             "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import numpy; print(numpy.pi)'], check=True)"
         )
         assert child.stdout.startswith("3.14"), child.stderr
-        seeds = {runner.run("import numpy, random\nprint(numpy.random.rand(), random.random())").stdout for _ in range(3)}
+        seeds = {
+            runner.run("import numpy, random\nprint(numpy.random.rand(), random.random())").stdout for _ in range(3)
+        }
         assert len(seeds) == 3
         with runner.open() as sandbox:
             sandbox.exec("import pandas as pd\ndf = pd.DataFrame({'a': range(1000)})")

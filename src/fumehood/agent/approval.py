@@ -192,11 +192,16 @@ class StoreApprover:
     """Puts the question into a SQLite file, where :meth:`pending` shows it and :meth:`answer` answers it.
 
     The asker and who answers may be different processes. A question is gone when its asker is (cancelled, timed out);
-    after a crash it stays until its deadline. Raises FumehoodError if the file cannot be used.
+    after a crash it stays until its deadline. The file is made with mode 0600: whoever can write it can approve.
+    Raises FumehoodError if it cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        try:  # whoever can write it can approve
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise FumehoodError(f"the approval store cannot be used: {error.strerror}") from error
         with self._database() as database:
             database.execute(
                 "CREATE TABLE IF NOT EXISTS asks (id TEXT PRIMARY KEY, action TEXT, code TEXT, session TEXT, "

@@ -178,7 +178,7 @@ class Toolbox:
             result, images, notes = await self._run_once(program, sink)
         displayed = display_images(result.displays, IMAGES_MAX)
         if displayed:
-            notes.append(f"The {len(displayed)} first images below are what it displayed.")
+            notes.append(f"Of the images below, it displayed the first {len(displayed)}.")
         text = describe(result, self._runner.policy.limits, notes=notes, chars_max=self._chars_max)
         return Reply((Text(text), *displayed, *images), result=result)
 

@@ -155,7 +155,11 @@ hold()
         watch.printed_note(), second_when="beside",
         second="""
 sought = b"FHNOTE" + b"-"
+named = []
 for pid in others():
+    with trying:
+        named += [pid] if open("/proc/%d/comm" % pid).read() == "fh-done\\n" else []
+for pid in named or others():
     with trying, open("/proc/%d/maps" % pid) as maps, open("/proc/%d/mem" % pid, "rb", 0) as memory:
         for line in maps:
             low, high = (int(n, 16) for n in line.split()[0].split("-"))

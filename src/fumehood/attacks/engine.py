@@ -31,7 +31,7 @@ from fumehood.tier import Sandbox, Tier
 LOOK_S = 0.02
 
 #: No attack takes this long: a tier that does not return by then has failed its own limits.
-GIVE_UP_S = 20.0
+GIVE_UP_S = 30.0
 
 _MOUNTED = "/mnt/open"
 
@@ -89,7 +89,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     finding = Finding(
         attack.id, tier.name, Verdict.INCONCLUSIVE, "", 0.0,
         required=attack.must_hold(tier.features.boundary),
-        best_effort=attack.limit is not None and attack.limit not in tier.probe().hard,
+        best_effort=not control and attack.limit is not None and attack.limit not in tier.probe().hard,
     )  # fmt: skip
 
     def end(verdict: Verdict, seen: str, residue: tuple[str, ...] = ()) -> Finding:
@@ -108,9 +108,11 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     nothing = Residue.take(stage)
     try:
         try:
-            await _ordinary(tier, policy)
-            before = Residue.take(stage)
-            run = Run(attack, policy, stage, known=before.processes)
+            makers = await _ordinary(tier, policy)
+            if not control:  # what a tier prepares because a policy came twice is there then, before as after
+                await _ordinary(tier, policy)
+            before = await Residue.settled(stage)
+            run = Run(attack, policy, stage, known=makers & before.processes)
             run.control = control
             await _attack(run, tier, stage.targets(mounted=mounted) | {"note": stage.note})
         except (FumehoodError, OSError) as error:
@@ -125,7 +127,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
             await _ordinary(tier, policy)
         except (FumehoodError, OSError) as error:
             return end(Verdict.BROKEN, f"the next ordinary run failed: {type(error).__name__}: {error}")
-        left = await before.left() if verdict is Verdict.HELD else []
+        left = await before.grown() if verdict is Verdict.HELD else []
     finally:
         await tier.close()
     if verdict is Verdict.HELD:  # what an attack that succeeded leaves is its success
@@ -133,15 +135,20 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     return end(verdict, seen, tuple(dict.fromkeys(left)))
 
 
-async def _ordinary(tier: Tier, policy: Policy) -> None:
-    """An ordinary run; OSError if it is not what it should be."""
+async def _ordinary(tier: Tier, policy: Policy) -> frozenset[tuple[int, int]]:
+    """An ordinary run; OSError if it is not what it should be.
+
+    Returns the processes that were there when its sandbox was: those that outlive it make sandboxes and are none.
+    """
     sandbox = await tier.create(policy)
     try:
+        there = frozenset((p.pid, p.started) for p in procfs.descendants().values())
         result = await sandbox.exec(Code("print(6 * 7)"), last=True)
     finally:
         await sandbox.close()
     if result.stdout.split()[:1] != ["42"]:
         raise OSError(f"an ordinary program gave {result.outcome.value}: {result.stdout!r:.100} {result.stderr!r:.300}")
+    return there
 
 
 async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
@@ -248,22 +255,17 @@ async def _destroy(run: Run, sandbox: Sandbox) -> None:
 
 
 async def _survivors(run: Run) -> list[str]:
-    """Who is alive once the dead had time to be counted as such.
+    """Who of the program is alive once the dead had time to be counted as such.
 
     A process that forks and dies may slip through one look at the table, so that one empty look is not enough.
     """
     alive: list[str] = []
     empty = 0
-    # The guard, which watches the control's programs, is not one of them; nor is a program in mid-run, which the
-    # control never kills.
-    expected = (1 if run.result is not None else 2) if run.control else 0
     for _ in range(60):
-        alive = run.alive()[expected:]
-        if run.control and alive:
-            return alive
+        alive = run.alive()
         empty = 0 if alive else empty + 1
-        if empty == 6:
-            return []
+        if empty == 6 or (run.control and alive):
+            break
         await asyncio.sleep(LOOK_S)
     return alive
 

@@ -57,7 +57,7 @@ while time.monotonic() < end:
     if os.fork():
         os._exit(0)
     os.setsid()
-    time.sleep(0.002)
+    time.sleep(0.03)
 os._exit(0)
 """,
         watch.survivors(), "fork bombs that outrun killall",

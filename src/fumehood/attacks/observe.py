@@ -11,7 +11,7 @@ from typing import Any
 
 from fumehood.attacks import procfs
 from fumehood.attacks.model import Attack
-from fumehood.attacks.prelude import ARMED, DONE
+from fumehood.attacks.prelude import ARMED, DONE, MARK
 from fumehood.attacks.procfs import Posture, Proc
 from fumehood.attacks.stage import Stage
 from fumehood.model import Policy, Receipt, Result
@@ -27,7 +27,7 @@ class Run:
     attack: Attack
     policy: Policy
     stage: Stage
-    known: frozenset[tuple[int, int]]  # (pid, started) of processes that were there before: templates, the bystander
+    known: frozenset[tuple[int, int]]  # (pid, started) of what makes sandboxes, and the bystander
     control: bool = False
     task: asyncio.Future[Any] | None = None  # the exec, where the host did not wait for its end
     began: float = field(default_factory=time.monotonic)
@@ -148,8 +148,9 @@ class Run:
                 self.traced.append(f"{proc.comm} is traced by process {tracer}")
 
     def alive(self) -> list[str]:
-        """Processes of the sandbox that still live, described."""
-        return [f"{p.comm} (pid {p.pid}, state {p.state})" for p in self.mine().values() if p.alive]
+        """Processes of the program that still live, described: those under a name that it gave itself."""
+        mine = [p for p in self.mine().values() if p.alive and p.comm.startswith(MARK)]
+        return [f"{p.comm} (pid {p.pid}, state {p.state})" for p in mine]
 
 
 def self_namespaces() -> dict[str, str]:

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 
 ARMED = b"fumehood: armed\n"
 
+#: How the names begin that programs give themselves, which their forks inherit, for the host to know them by.
+MARK = "fh-"
+
 #: The name that a process gives itself when its attempt is over, for the host to look at it.
 DONE = "fh-done"
 
@@ -68,6 +71,7 @@ def others():
     return [int(p) for p in os.listdir("/proc") if p.isdigit() and int(p) != os.getpid()]
 
 
+mark("fh-run")
 sys.stdout.write({armed!r})
 sys.stdout.flush()
 """

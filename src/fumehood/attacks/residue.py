@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fumehood.attacks import procfs
@@ -19,6 +21,7 @@ class Residue:
 
     stage: Stage
     processes: frozenset[tuple[int, int]]
+    comms: tuple[str, ...]  # names of those that lived
     descriptors: frozenset[tuple[int, str]]
     mounts: frozenset[str]
     files: frozenset[str]
@@ -30,20 +33,46 @@ class Residue:
         return cls(
             stage,
             frozenset((p.pid, p.started) for p in below.values()),
+            tuple(p.comm for p in below.values() if p.alive),
             frozenset((f.fd, f.link) for f in procfs.open_files(os.getpid()) if not f.link.startswith("/proc/")),
             frozenset(_mounts(stage)),
             frozenset(_files(stage)),
         )
 
+    @classmethod
+    async def settled(cls, stage: Stage) -> Residue:
+        """Look when nothing changes any more: a tier may be preparing its next sandbox beside us."""
+        last = cls.take(stage)
+        same = 0
+        for _ in range(20):
+            await asyncio.sleep(0.04)
+            now = cls.take(stage)
+            same = same + 1 if now._kinds() == last._kinds() else 0
+            last = now
+            if same == 3:
+                break
+        return last
+
     async def left(self) -> list[str]:
         """What is there now and was not then, described; waits a little for what is about to go."""
-        found: list[str] = []
-        for _ in range(int(PATIENCE_S / 0.05)):
-            found = self._left()
-            if not found:
-                break
-            await asyncio.sleep(0.05)
-        return found
+        return await _patiently(self._left)
+
+    async def grown(self) -> list[str]:
+        """Of what there is more now than then, by kind: sandboxes prepared for later may have changed places."""
+        return await _patiently(self._grown)
+
+    def _grown(self) -> list[str]:
+        now = Residue.take(self.stage)
+        more = now._kinds() - self._kinds()
+        found = [f"{count} more: {kind}" for kind, count in sorted(more.items())]
+        return found + [f"mount {line.split()[4]}" for line in sorted(now.mounts - self.mounts)]
+
+    def _kinds(self) -> Counter[str]:
+        """How many there are of each kind of process, descriptor and file, without numbers and random names."""
+        kinds = Counter(f"process {comm}" for comm in self.comms)
+        kinds.update(f"descriptor {link.split(':')[0]}" for _, link in self.descriptors)
+        kinds.update(f"file in {os.path.dirname(path)}" for path in self.files)
+        return kinds
 
     def _left(self) -> list[str]:
         below = procfs.descendants()
@@ -57,6 +86,16 @@ class Residue:
         found += [f"mount {line.split()[4]}" for line in sorted(now.mounts - self.mounts)]
         found += [f"file {path}" for path in sorted(now.files - self.files)]
         return found
+
+
+async def _patiently(look: Callable[[], list[str]]) -> list[str]:
+    found: list[str] = []
+    for _ in range(int(PATIENCE_S / 0.05)):
+        found = look()
+        if not found:
+            break
+        await asyncio.sleep(0.05)
+    return found
 
 
 #: Where sandboxes mount: whoever else mounts elsewhere on this host meanwhile is none of ours.

@@ -230,7 +230,7 @@ with trying:
         os.mkdir("d")
         os.chdir("d")
 """,
-        watch.close_slow(5.0), "CPython issue 89727 (rmtree recursion)", Boundary.LIMITS, collect=True,
+        watch.close_slow(20.0), "CPython issue 89727 (rmtree recursion)", Boundary.LIMITS, collect=True,
         features=("files",),
     ),
     Attack(

@@ -30,6 +30,9 @@ ENV_NAME = "FUMEHOOD_VERIFY_CANARY"
 #: Signals that a process may ignore without harm, since an attacker sends them to all that it can reach.
 HARMLESS = (signal.SIGURG, signal.SIGWINCH)
 
+#: The path of a Unix socket has room for 107 bytes (unix(7)), and one of them lies in the folder.
+_FOLDER_CHARACTERS_MAX = 60
+
 CREDENTIALS = (".aws/credentials", ".ssh/id_ed25519", ".netrc", ".config/gcloud/application_default_credentials.json",
                ".docker/config.json", ".kube/config", ".git-credentials", ".pypirc", ".env")  # fmt: skip
 
@@ -103,7 +106,8 @@ class Stage:
         self.note = f"FHNOTE-{secrets.token_hex(12)}"  # known to the first program, not to the second
         self.canaries = {k: new_canary(k) for k in ("secret", "public", "fd", "dir", "net", "name", "cmdline", "home")}
         self.canaries["env"] = os.environ.setdefault(ENV_NAME, new_canary("env"))
-        self.folder = Path(tempfile.mkdtemp(prefix=f"fh-{self.token}-"))
+        short = len(tempfile.gettempdir()) <= _FOLDER_CHARACTERS_MAX
+        self.folder = Path(tempfile.mkdtemp(prefix=f"fh-{self.token}-", dir=None if short else "/tmp"))
         self.folder.chmod(0o755)
         self._stack = contextlib.ExitStack()
         try:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fumehood import __version__, registry
 from fumehood.attacks import host
@@ -68,7 +67,7 @@ class Suite:
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
         self._workers: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
+        self.supervisors: list[int] = []  # process ids of all workers so far
 
     def __enter__(self) -> Suite:
         return self
@@ -112,6 +111,7 @@ class Suite:
             stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, ENV_NAME: new_canary("env")},
         )  # fmt: skip
         self._workers.add(worker)
+        self.supervisors.append(worker.pid)
         try:
             out, err = _communicate(worker)
         finally:
@@ -144,16 +144,12 @@ def _communicate(worker: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     return out, b"".join(err)
 
 
-def leftovers() -> set[str]:
-    """What sandboxes of any supervisor keep on this host while they live: cgroups, folders, shared memory."""
-    found = {str(folder) for folder in host.cgroup_folders() if "fumehood" in str(folder)}
-    for parent in ("/tmp", "/var/tmp", "/dev/shm"):
-        try:
-            names = os.listdir(parent)
-        except OSError:
-            continue
-        found |= {str(Path(parent, n)) for n in names if n.startswith(("fh-", "fumehood", "control-", "left-"))}
-    return found
+def leftovers(supervisors: Iterable[int]) -> list[str]:
+    """cgroups of workers that have ended. A cgroup of a sandbox is named after the process that is its supervisor."""
+    ended = tuple(f"{pid}-" for pid in supervisors)
+    return sorted(
+        str(folder) for folder in host.cgroup_folders() if "fumehood" in folder.parts and folder.name.startswith(ended)
+    )
 
 
 def verify(attacks: Sequence[Attack], tiers: Sequence[str], progress: Progress | None = None) -> Report:
@@ -168,12 +164,13 @@ def verify(attacks: Sequence[Attack], tiers: Sequence[str], progress: Progress |
             if tier != CONTROL and not (probe := registry.make(tier).probe()).available:
                 report.skipped[tier] = probe.reason
                 continue
-            began, before = time.monotonic(), leftovers()
+            began = time.monotonic()
+            suite.supervisors.clear()
             found = suite.run([Spec(a.id, tier) for a in attacks], known)
             report.seconds[tier] = time.monotonic() - began
             report.findings.update({(f.attack, tier): f for f in found.values()})
             if tier != CONTROL:
-                report.residue[tier] = sorted(leftovers() - before)
+                report.residue[tier] = leftovers(suite.supervisors)
     return report
 
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "env": ("fumehood.cli.env", "build, list and remove environments of packages"),
     "image": ("fumehood.cli.image", "build, pull, list and remove the images of containers and gVisor"),
     "prune": ("fumehood.cli.prune", "remove what supervisors that were killed left behind"),
+    "verify": ("fumehood.cli.verify", "attack every tier of this host, and show what held"),
     "bench": ("fumehood.cli.bench", "what a sandbox of each tier costs here, against a plain Python process"),
     "agent": ("fumehood.cli.agent", "let a model work on a task with a sandbox for its code"),
     "approve": ("fumehood.cli.approve", "answer the questions that wait for approval"),

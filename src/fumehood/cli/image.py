@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 from fumehood.cli.output import bytes_in_words, print_json
@@ -14,6 +15,7 @@ from fumehood.images import engines, store
 from fumehood.images.engine import Word
 
 _BUNDLE = "bundle"
+_MICROVM = "microvm"
 _ENGINES: tuple[Word, ...] = ("docker", "podman")
 
 
@@ -23,9 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     build = actions.add_parser("build", help="make a small Python image from Debian packages", description=_BUILD)
     build.add_argument("name", metavar="NAME", help="lower-case letters, digits, '.', '_', '-'; at most 64")
-    build.add_argument("--engine", choices=(*_ENGINES, _BUNDLE), default=_BUNDLE, help=_ENGINE_HELP)
+    build.add_argument("--engine", choices=(*_ENGINES, _MICROVM, _BUNDLE), default=_BUNDLE, help=_ENGINE_HELP)
     build.add_argument("--packages", metavar="PACKAGE", nargs="+", default=[], help="Debian packages on top")
     build.add_argument("--environment", metavar="NAME", help="put this environment's packages in")
+    build.add_argument("--kernel", metavar="FILE", help="for microvm: a kernel of yours, a .deb or a bzImage")
     build.add_argument("--json", action="store_true", help="one JSON object on stdout; progress stays on stderr")
 
     pull = actions.add_parser("pull", help="have an engine pull an image", description=_PULL)
@@ -43,7 +46,8 @@ _BUILD = """\
 Make an image out of Debian packages, as the host's own apt sources offer them: python3, dash, coreutils and what they
 need. No root is needed, and nothing of the packages runs. It is kept in the cache folder, where tier gvisor takes it
 from; with --engine it is imported there as well. The tiers take the image called "python" unless told otherwise."""
-_ENGINE_HELP = "where to put it besides the cache folder (default: nowhere, for tier gvisor)"
+_ENGINE_HELP = "where to put it besides the cache folder (default: nowhere, for tier gvisor); or microvm: a kernel and "
+_ENGINE_HELP += "a root file system for tier microvm"
 _PULL = "Have an engine pull an image from its registry, ahead of any run: a run never pulls."
 _REMOVE = "Remove an image from the cache folder and from every engine that has it and answers."
 
@@ -56,6 +60,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> None:
+    if args.engine == _MICROVM:
+        _build_microvm(args)
+        return
+    if args.kernel is not None:
+        raise PolicyError("--kernel is for --engine microvm: containers run under the host's kernel")
     image = store.build(args.name, packages=args.packages, environment=args.environment, progress=_progress)
     told: dict[str, Any] = image.to_dict()
     if args.engine != _BUNDLE:
@@ -67,12 +76,31 @@ def _build(args: argparse.Namespace) -> None:
         print(escape(f"{image.name}  Python {image.python}  {bytes_in_words(image.size_bytes)}  {where}"))
 
 
+def _build_microvm(args: argparse.Namespace) -> None:
+    from fumehood.tiers.microvm import images
+
+    if args.environment is not None:
+        raise PolicyError("a microVM gets the environment that the policy names; leave --environment out")
+    kernel = Path(args.kernel) if args.kernel is not None else None
+    image = images.build(args.name, packages=args.packages, kernel=kernel, progress=_progress)
+    if args.json:
+        print_json({"image": image.to_dict() | {"engine": _MICROVM}})
+    else:
+        size = bytes_in_words(image.initramfs_bytes)
+        print(escape(f"{image.name}  Python {image.python}  Linux {image.kernel_release}  {size}  {image.path}"))
+
+
 def _pull(args: argparse.Namespace) -> None:
     asyncio.run(engines.pull(args.engine, args.reference, _progress))
 
 
 def _list(args: argparse.Namespace) -> None:
+    from fumehood.tiers.microvm import images as microvm
+
     images = [image.to_dict() | {"engine": _BUNDLE} for image in store.list_all()]
+    images += [
+        image.to_dict() | {"engine": _MICROVM, "size_bytes": image.initramfs_bytes} for image in microvm.list_all()
+    ]
     for word in _ENGINES:
         try:
             found = asyncio.run(engines.list_built(word))
@@ -88,7 +116,9 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _remove(args: argparse.Namespace) -> None:
-    gone = store.remove(args.name)
+    from fumehood.tiers.microvm import images as microvm
+
+    gone = store.remove(args.name) | microvm.remove(args.name)
     for word in _ENGINES:
         try:
             gone = asyncio.run(engines.delete(word, args.name)) or gone

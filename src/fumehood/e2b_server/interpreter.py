@@ -57,8 +57,9 @@ async def _context(box: Box, values: dict[str, Any], send: Send) -> None:
     _python(values)
     cwd = str(values.get("cwd") or "")
     if cwd:
+        box.folder = "/".join(("/work", inside(cwd))).rstrip("/")
         async with box.turn:
-            await box.sandbox.exec(_quiet(_CHDIR.format("/".join(("/work", inside(cwd))).rstrip("/"))))
+            await box.sandbox.exec(_quiet(_CHDIR.format(box.folder)))
     await _json(send, 200, {"id": _CONTEXT, "language": "python", "cwd": cwd})
 
 
@@ -92,6 +93,8 @@ async def _run(box: Box, code: Code, env: dict[str, str], lines: asyncio.Queue[d
         lines.put_nowait({"type": "number_of_executions", "execution_count": box.executions})
         result = await box.sandbox.exec(code, sink=talk)
         talk.end(result, ends_in_expression(code.source))
+        if result.interpreter_lost and box.folder:
+            await box.sandbox.exec(_quiet(_CHDIR.format(box.folder)))
     except FumehoodError as error:
         lines.put_nowait({"type": "error", "name": type(error).__name__, "value": error.message, "traceback": ""})
         box.dead.set()

@@ -35,6 +35,7 @@ class Box:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one program at a time
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     executions: int = 0
+    folder: str = ""  # of the interpreter's context, as its sandbox names it; "" is the work folder
     pids: int = 100
 
 

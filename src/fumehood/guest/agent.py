@@ -191,11 +191,20 @@ class Process:
             self.sock.close()
             self.sock = None
 
+    def signal(self, number: int) -> None:
+        """A signal to the group, or to the process itself if it has not made its group yet."""
+        for send in (os.killpg, os.kill):
+            try:
+                send(self.pid, number)
+                return
+            except OSError:
+                pass
+
     def kill(self) -> None:
         """SIGKILL to the group, and to the process itself in case it has not made its group yet."""
-        for send, number in ((os.killpg, self.pid), (os.kill, self.pid)):
+        for send in (os.killpg, os.kill):
             try:
-                send(number, signal.SIGKILL)
+                send(self.pid, _signal.SIGKILL)
             except OSError:
                 pass
 
@@ -726,10 +735,7 @@ class Agent:
 
     def signal_group(self, now: Exec, number: int) -> None:
         if now.process is not None:
-            try:
-                os.killpg(now.process.pid, number)
-            except OSError:
-                pass
+            now.process.signal(number)
 
     def on_resize(self, header: dict[str, Any], body: bytes) -> None:
         now = self.find(header.get("id"))

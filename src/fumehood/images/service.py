@@ -18,6 +18,7 @@ IDLE_S = 60
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _LOOK_S = 0.02
+_BASE_MAX = 64
 
 
 class Service:
@@ -80,7 +81,9 @@ def _start_podman() -> Service:
     program = shutil.which("podman")
     if program is None:
         raise UnavailableError("podman is not installed", tier="podman", remedy="`apt-get install podman`")
-    folder = tempfile.mkdtemp(prefix="fumehood-podman-")
+    # A socket's path has room for 107 bytes (unix(7)), which a deep folder for temporary files would use up.
+    base = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="fumehood-podman-", dir=base if len(base) <= _BASE_MAX else "/tmp")
     path = f"{folder}/podman.sock"
     log = open(f"{folder}/log", "w+b")  # noqa: SIM115 - read below, closed with the service's start
     with log:

@@ -148,11 +148,12 @@ _SOCKET_LEVELS = (0, 41)  # IPPROTO_IP IPPROTO_IPV6
 # The programs
 
 
-def allow_list(machine: str | None = None) -> bytes:
+def allow_list(machine: str | None = None, *, ioctl_types: tuple[int, ...] = ()) -> bytes:
     """The long filter: everything in ``ALLOWED`` and ``SETUP``, nothing else. Loaded once, before sandboxes are made.
 
-    ``machine`` is as ``uname -m`` says; None is this one. Returns the program as ``struct sock_filter[]``.
-    Raises OSError (ENOTSUP) for a machine without a table of numbers.
+    ``machine`` is as ``uname -m`` says; None is this one. ``ioctl_types`` are bytes that stand for whole drivers, of
+    which every request is allowed besides :data:`IOCTLS` (_IOC_TYPE of <asm-generic/ioctl.h>). Returns the program as
+    ``struct sock_filter[]``. Raises OSError (ENOTSUP) for a machine without a table of numbers.
     """
     known = syscalls.numbers(machine)
     machine = machine or os.uname().machine
@@ -174,7 +175,7 @@ def allow_list(machine: str | None = None) -> bytes:
     program.load(_NUMBER)
     program.search(steps)
     _check_mmap(program)
-    _check_ioctl(program)
+    _check_ioctl(program, ioctl_types)
     _check_socket(program)
     _check_setsockopt(program)
     _check_prlimit(program)
@@ -272,9 +273,14 @@ def _check_mmap(program: _Program) -> None:
     program.jump(_JSET, _MAP_HUGETLB, "eperm", "allow")
 
 
-def _check_ioctl(program: _Program) -> None:
+def _check_ioctl(program: _Program, types: tuple[int, ...]) -> None:
     program.label("ioctl")
     program.load(_argument(1))
+    if types:
+        program.mask(0xFF00)
+        for kind in types:
+            program.jump(_JEQ, kind << 8, "allow", None)
+        program.load(_argument(1))
     steps = [(0, "eperm")]
     for first, last in IOCTLS:
         steps += [(first, "allow"), (last + 1, "eperm")]

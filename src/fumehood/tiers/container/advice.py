@@ -6,7 +6,7 @@ import os
 import re
 import stat
 
-from fumehood.images.engine import Engine, Word
+from fumehood.images.engine import Engine
 
 #: The first releases of each line that are without CVE-2025-31133, CVE-2025-52565 and CVE-2025-52881, in which a
 #: container writes to the host's /proc through its masked paths or console: runc's advisories of 5 November 2025.
@@ -31,10 +31,11 @@ def runc_is_old(text: str) -> bool:
     return number < fixed if fixed is not None else number < _RUNC_FIXED[0]
 
 
-def notes(word: Word, version: str, components: dict[str, str]) -> tuple[str, ...]:
+def notes(components: dict[str, str]) -> tuple[str, ...]:
     """Sentences for a receipt and for ``doctor``."""
     out = []
-    runc = components.get("runc", "")
+    runc = next((text for name, text in components.items() if "runc" in name), "")
+    runc = runc.partition("\n")[0].removeprefix("runc version ")  # as Podman tells it
     if runc_is_old(runc):
         out.append(f"runc {runc} is below the releases that fixed {_RUNC_CVES}: see your distribution's tracker")
     return tuple(out)

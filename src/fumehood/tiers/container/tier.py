@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fumehood import environments
-from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.errors import ClosedError, FumehoodError, StartError, UnavailableError
 from fumehood.images import engines, store
 from fumehood.images.engine import Engine, EngineError, EngineGoneError, Word
 from fumehood.images.service import Service, reach
@@ -23,6 +23,7 @@ from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import advice, owners, payload, posture, spec
 from fumehood.tiers.container.enclosure import ContainerEnclosure
+from fumehood.tiers.container.ending import end_all
 from fumehood.tiers.container.stream import Pump
 from fumehood.wire import Channel
 
@@ -61,6 +62,7 @@ class ContainerTier:
         )
         self._live: set[ContainerEnclosure] = set()
         self._left: list[str] = []
+        self._closings = 0
         self._service: Service | None = None
         self._host: Host | None = None
         self._profile: tempfile._TemporaryFileWrapper[str] | None = None
@@ -83,15 +85,20 @@ class ContainerTier:
         """
         require(self, policy)
         try:
+            before = self._closings
             engine, host = await self._ready()
             try:
                 async with self._turns:
-                    return await self._create(policy, engine, host)
+                    sandbox = await self._create(policy, engine, host)
             except payload.SilentError:
                 # Seen once in some hundred starts of Docker 20.10 on a busy host: the end of what was sent to the
                 # container's stdin does not arrive. Nothing ran, so another container is tried, once.
                 async with self._turns:
-                    return await self._create(policy, engine, host)
+                    sandbox = await self._create(policy, engine, host)
+            if self._closings != before:  # close() ended what was running then, and this was not yet
+                await sandbox.close()
+                raise ClosedError("the tier was closed while the sandbox started", tier=self.name)
+            return sandbox
         except EngineGoneError as error:
             await self._forget()
             raise UnavailableError(str(error), tier=self.name, remedy="start the engine, then try again") from None
@@ -248,12 +255,14 @@ class ContainerTier:
 
     async def close(self) -> None:
         """End what runs and let go of the engine, ending a service that was started for it. Idempotent."""
-        await asyncio.gather(*(enclosure.discard() for enclosure in list(self._live)))
+        self._closings += 1
+        await end_all(self._live)
         if self._service is not None:
             with contextlib.suppress(EngineError, EngineGoneError):  # `fumehood prune` removes what is left then
                 await self._remove_left(self._service.engine)
         if self._profile is not None:
-            self._profile.close()
+            with contextlib.suppress(FileNotFoundError):  # whoever owns the folder of temporary files was faster
+                self._profile.close()
             self._profile = None
         await self._forget()
 
@@ -309,7 +318,7 @@ class Host:
             *(("cpu",) if grouped and info.get("CpuCfsQuota") else ()),
             "disk",
         )
-        self.notes = advice.notes(word, self.version, self.components)
+        self.notes = advice.notes(self.components)
 
     def user(self) -> int:
         """The id for a container's processes: one of its own, or what a rootless engine can map."""

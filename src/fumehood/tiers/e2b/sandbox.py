@@ -22,7 +22,7 @@ from e2b_code_interpreter import AsyncSandbox, Execution, ExecutionError
 
 from fumehood.artifacts import collect
 from fumehood.displays import COUNT_MAX, check
-from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError, UnsupportedError
+from fumehood.errors import ClosedError, FileError, FumehoodError, OutcomeUnknownError, PolicyError, UnsupportedError
 from fumehood.folders import remove_tree
 from fumehood.model import (
     BINARY_MIME_TYPES,
@@ -152,6 +152,7 @@ class E2BSandbox:
         self._why = ""
         self._written: dict[str, tuple[int, str]] = {}
         self._serial = 0
+        self._artifacts: tuple[Artifact, ...] = ()
 
     @property
     def receipt(self) -> Receipt:
@@ -194,7 +195,7 @@ class E2BSandbox:
         work = self._cell(program, output) if cell else self._process(program, stdin, output)
         self._running = asyncio.ensure_future(work)
         try:
-            outcome, code = await self._judge(self._running)
+            outcome, code = await self._judge(self._running, last)
         except BaseException:
             self._kill("an exec was cancelled, or failed")
             raise
@@ -215,7 +216,7 @@ class E2BSandbox:
             displays_truncated=output.displays_truncated,
         )
 
-    async def _judge(self, running: asyncio.Future[int]) -> tuple[Outcome, int | None]:
+    async def _judge(self, running: asyncio.Future[int], last: bool) -> tuple[Outcome, int | None]:
         """How the exec ended. Raises ours for the service's errors, and what the sink raised."""
         try:
             done, _ = await asyncio.wait((running,), timeout=self._policy.limits.wall_s)
@@ -223,19 +224,30 @@ class E2BSandbox:
             running.cancel()
             raise
         if not done:
+            await self._stop(last, "the limit was reached: wall")
             running.cancel()
-            self._kill("the limit was reached: wall")
             return Outcome.WALL, None
         try:
             code = running.result()
         except _Ended as end:
-            self._kill(f"the limit was reached: {end.outcome.value}")
+            await self._stop(last, f"the limit was reached: {end.outcome.value}")
             return end.outcome, None
-        except asyncio.CancelledError:  # by interrupt()
+        except asyncio.CancelledError:
+            if not self._interrupted:
+                raise OutcomeUnknownError("close() was called during an exec", tier="e2b") from None
             return Outcome.CANCELLED, None
         if self._interrupted and code != 0:
             return Outcome.CANCELLED, None
         return (Outcome.SIGNALED if code < 0 else Outcome.EXITED), code
+
+    async def _stop(self, last: bool, why: str) -> None:
+        """End what runs: the process, if close() comes next and may still fetch its files, or else the microVM."""
+        if last and self._handle is not None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_KILL_WAIT_S):
+                    await self._handle.kill()
+                return
+        self._kill(why)
 
     async def _process(self, program: Program, stdin: bytes, output: _Output) -> int:
         """A whole process; its exit code, or -N for signal N."""
@@ -327,8 +339,13 @@ class E2BSandbox:
                 raise
 
         try:
+            source = program.data.decode()
+        except UnicodeDecodeError as error:
+            output.take("stderr", f"SyntaxError: (unicode error) {error}\n")
+            return 1
+        try:
             execution: Execution = await self._remote.run_code(
-                program.data.decode("utf-8", "surrogateescape"),
+                source,
                 context=self._context,
                 envs=dict(self._policy.env),
                 timeout=0,
@@ -392,7 +409,7 @@ class E2BSandbox:
     async def list_files(self) -> tuple[FileInfo, ...]:
         """See :class:`fumehood.tier.Sandbox`."""
         self._check_usable()
-        depth = self._policy.artifacts.depth + 1
+        depth = self._policy.artifacts.depth + 2  # one more than is fetched, so that what is too deep is seen
         found = []
         for entry in (await self._file(self._remote.files.list(WORK, depth=depth)))[: self._policy.limits.files]:
             name = str(entry.path).removeprefix(f"{WORK}/")
@@ -445,17 +462,16 @@ class E2BSandbox:
 
         The microVM must live while its files are fetched, so a process left behind in it may still change them.
         """
-        artifacts: tuple[Artifact, ...] = ()
         try:
             if out is not None and self._killing is None:
-                artifacts = await self._fetch(out)
+                self._artifacts = await self._fetch(out)
         finally:
             if self._running is not None:
                 self._running.cancel()
             self._kill("close() was called")
             assert self._killing is not None
             await asyncio.wait((self._killing,), timeout=_CLOSE_WAIT_S)
-        return artifacts
+        return self._artifacts
 
     async def _fetch(self, out: Path) -> tuple[Artifact, ...]:
         """The work folder through a folder of our own, so that one code judges artifacts of every tier."""

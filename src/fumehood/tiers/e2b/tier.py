@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fumehood.errors import PolicyError, UnavailableError
@@ -63,6 +64,7 @@ class E2BTier:
             if value is not None:
                 self._options[name] = value
         self._template = template
+        self._sandboxes: weakref.WeakSet[E2BSandbox] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return "E2BTier()"
@@ -98,6 +100,7 @@ class E2BTier:
             making.add_done_callback(_destroy_when_made)
             raise
         sandbox = E2BSandbox(remote, policy, _receipt(policy, life_s), secret=self._key, life_s=life_s)
+        self._sandboxes.add(sandbox)
         try:
             await sandbox.prepare()
         except BaseException:
@@ -122,8 +125,12 @@ class E2BTier:
             raise translate(error, "create", secret=self._key) from None
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Destroy what is left of this tier's sandboxes. Idempotent."""
+        await asyncio.gather(*(sandbox.close() for sandbox in set(self._sandboxes)))
 
+
+#: Limits that nothing of ours holds there.
+_TEMPLATE = ("memory", "pids", "disk", "files", "cpu", "cpu_time")
 
 #: Sandboxes that nobody waits for any more and that are being destroyed.
 _orphans: set[asyncio.Task[None]] = set()
@@ -149,7 +156,7 @@ def _receipt(policy: Policy, life_s: int) -> Receipt:
     controls = (
         Control("microvm", claim, "the provider's claim", "Firecracker"),
         Control("network", Held.OFF if policy.egress == ("*",) else claim, "the provider's claim", network),
-        Control("resources", claim, "the provider's template decides them", "not read back"),
+        *(Control(name, Held.OFF, "the provider's template decides it", "not read back") for name in _TEMPLATE),
         Control("life", claim, "the provider ends the sandbox by itself", f"{life_s} s unless prolonged"),
         Control("wall", hard, "this process's clock, and a kill by the control API", str(limits.wall_s)),
         Control("output", hard, f"bounded reader, {policy.overflow}", str(limits.output_bytes)),

@@ -21,7 +21,14 @@ from typing import Any, ClassVar
 
 from fumehood import environments
 from fumehood.enclosure import PidfdEnclosure, handshake, readable
-from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError, UnsupportedError
+from fumehood.errors import (
+    ClosedError,
+    FumehoodError,
+    PolicyError,
+    StartError,
+    UnavailableError,
+    UnsupportedError,
+)
 from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
@@ -31,6 +38,7 @@ from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
+from fumehood.tiers.container.ending import end_all
 from fumehood.tiers.gvisor import bundle, leftovers, runsc
 from fumehood.tiers.gvisor.runsc import Runsc
 from fumehood.tiers.jail.runtime import base_python
@@ -74,6 +82,7 @@ class GvisorTier:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
         self._live: set[GvisorEnclosure] = set()
+        self._closings = 0
         self._swept = False
         self._opening = asyncio.Lock()
         # A start is work for the processors: more at once only make each slower, until deadlines pass.
@@ -101,8 +110,13 @@ class GvisorTier:
                 remedy=probe.remedy or _build(self.image),
             )
         tree = await self._tree()
+        before = self._closings
         async with self._turns:
-            return await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
+            sandbox = await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
+        if self._closings != before:  # close() ended what was running then, and this was not yet
+            await sandbox.close()
+            raise ClosedError("the tier was closed while the sandbox started", tier=self.name)
+        return sandbox
 
     async def _tree(self) -> Hierarchy | None:
         async with self._opening:
@@ -116,10 +130,8 @@ class GvisorTier:
 
     async def close(self) -> None:
         """End what runs, and remove this tier's cgroups. Idempotent."""
-        running = list(self._live)
-        for enclosure in running:
-            enclosure.kill()
-        await asyncio.gather(*(enclosure.wait_dead() for enclosure in running))
+        self._closings += 1
+        await end_all(self._live)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await asyncio.to_thread(tree.close)
@@ -187,8 +199,7 @@ async def _create(
     hard = tree.hard if tree is not None else ()
     binds, version = _binds(policy, image)
     limits = policy.limits
-    # Out of memory, the host's kernel kills the Sentry and all with it; DATA lets a single process fail before that.
-    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1, "DATA": limits.memory_bytes}
+    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
     folder = leftovers.make()
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None

@@ -61,7 +61,8 @@ class Guest:
     ``binds`` are (host path, path inside) pairs, seen read-only, files or folders. ``filters`` is the module whose
     ``allow_list()``, ``seal()`` and ``describe()`` make the seccomp filters. ``root``, where it is not the jail's own,
     is a folder inside that becomes the whole of what a sandbox sees, with the empty folders ``proc``, ``tmp``,
-    ``work``, ``dev/shm`` in it: for a sandbox that executes one foreign program and needs nothing else.
+    ``work``, ``dev/shm`` in it: for a sandbox that executes one foreign program and needs nothing else. ``devices`` of
+    the host's, such as /dev/kvm, stand there under their own names; who may open them is for their modes to say.
     """
 
     entry: str = "fumehood.guest.agent:serve"  # module:function, called with read_fd, write_fd, workdir
@@ -69,6 +70,7 @@ class Guest:
     binds: tuple[tuple[str, str], ...] = ()
     filters: str = "fumehood.linux.seccomp"
     root: str = "/"
+    devices: tuple[str, ...] = ()
 
 
 AGENT = Guest()
@@ -281,6 +283,7 @@ def start(
     rootfs["copies"] += copies
     if guest.root != "/":
         rootfs["folders"] += [guest.root + path for path in runtime.MOUNT_POINTS]
+    rootfs["binds"] += [(path, guest.root.rstrip("/") + path, runtime.DEVICE_FLAGS) for path in guest.devices]
     env = dict(os.environ) if "environment" in disabled else runtime.program_env()
     if preload:
         env |= _PRELOAD_ENV

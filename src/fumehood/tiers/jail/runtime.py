@@ -27,6 +27,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 #: Files of /etc that decide how the runtime behaves and hold nothing about the host's people.
 _ETC_COPIED = ("ld.so.cache", "localtime", "mime.types")
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV
+#: A device on a read-only mount can be opened for writing all the same; what cannot be written is the node.
+DEVICE_FLAGS = MS_RDONLY | MS_NOSUID | MS_NOEXEC
 
 #: Modules that run inside the root, relative to the package.
 INSIDE = (
@@ -112,7 +114,7 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
         binds.append((prefix, PYTHON_HOME, flags))
         inside = PYTHON_HOME + python.removeprefix(prefix)
 
-    binds += [(f"/dev/{name}", f"/dev/{name}", MS_RDONLY | MS_NOSUID | MS_NOEXEC) for name in _DEVICES]
+    binds += [(f"/dev/{name}", f"/dev/{name}", DEVICE_FLAGS) for name in _DEVICES]
     packages = f"{ENVIRONMENT_HOME}/lib/{version}/site-packages"
     if site_packages is not None:
         binds.append((site_packages, packages, flags))

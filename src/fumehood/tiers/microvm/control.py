@@ -31,7 +31,8 @@ class Control:
         self._loop = asyncio.get_running_loop()
         self._data = bytearray()
         self._lines: deque[Header] = deque()
-        self._broken = False
+        self._ended = False  # nothing more comes
+        self._broken = False  # init broke a rule, and nothing that it says counts any more
         self._streaming = False  # raw bytes may stand between lines, so lines are not looked for ahead
         #: What init last said that the programs used at most, and how many were killed for memory.
         self.memory_peak_bytes: int | None = None
@@ -48,7 +49,7 @@ class Control:
     def hear(self) -> None:
         """Take in what has come, without waiting."""
         for _ in range(_HEAR_PIECES_MAX):
-            if self._broken or self._streaming:
+            if self._broken or self._ended or self._streaming:
                 return
             try:
                 piece = self._end.recv(_PIECE)
@@ -61,8 +62,7 @@ class Control:
     async def line(self) -> Header:
         """The next line that is not about memory. Raises StartError if none can come."""
         while not self._lines:
-            if self._broken:
-                raise StartError("the guest's init is gone or broke its protocol", tier="microvm")
+            self._check()
             await self._receive()
         return self._lines.popleft()
 
@@ -74,21 +74,27 @@ class Control:
             if found:
                 self._data = rest
                 self._parse(bytes(line))
-            elif len(self._data) > _LINE_MAX or self._broken:
-                raise StartError("the guest's init is gone or broke its protocol", tier="microvm")
+                if self._broken:
+                    self._check()
             else:
+                self._broken = self._broken or len(self._data) > _LINE_MAX
+                self._check()
                 await self._receive()
         return self._lines.popleft()
 
     async def body(self, size: int) -> bytes:
         """The next ``size`` raw bytes. Raises StartError."""
         while len(self._data) < size:
-            if self._broken:
-                raise StartError("the guest's init is gone", tier="microvm")
+            self._check()
             await self._receive()
         data = bytes(self._data[:size])
         del self._data[:size]
         return data
+
+    def _check(self) -> None:
+        if self._broken or self._ended:
+            why = "broke its protocol" if self._broken else "is gone"
+            raise StartError(f"the guest's init {why}", tier="microvm")
 
     async def _receive(self) -> None:
         try:
@@ -98,8 +104,7 @@ class Control:
         self._take(piece)
 
     def _take(self, piece: bytes) -> None:
-        if not piece:
-            self._broken = True
+        self._ended = self._ended or not piece
         self._data += piece
         if self._streaming:
             return

@@ -9,11 +9,12 @@ from __future__ import annotations
 from fumehood.linux import seccomp
 
 _PR_SET_NO_NEW_PRIVS = 38
+_KVMIO = 0xAE  # <linux/kvm.h>; of no use to who cannot open /dev/kvm
 
 
 def allow_list() -> bytes:
-    """The long filter, as :func:`fumehood.linux.seccomp.allow_list` has it."""
-    return seccomp.allow_list()
+    """The long filter, as :func:`fumehood.linux.seccomp.allow_list` has it, and the requests of KVM's descriptors."""
+    return seccomp.allow_list(ioctl_types=(_KVMIO,))
 
 
 def seal() -> bytes:

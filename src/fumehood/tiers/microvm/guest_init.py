@@ -466,8 +466,9 @@ def send_entry(
     if line["kind"] == "l":
         line["target"] = os.fsencode(os.readlink(name, dir_fd=folder)).hex()
     if line["kind"] == "f" and info.st_nlink > 1:
-        line["same"] = names.setdefault(info.st_ino, line["path"])
-    if line["kind"] != "f" or line["same"] not in ("", line["path"]):
+        first = names.setdefault(info.st_ino, line["path"])
+        line["same"] = "" if first == line["path"] else first
+    if line["kind"] != "f" or line["same"]:
         say(control, line)
         return 0
     line["size"] = info.st_size

@@ -141,9 +141,9 @@ def build(
 ) -> Image:
     """Build an image out of the default packages and ``packages``, and call it ``name``.
 
-    ``kernel`` is a Debian kernel package (a .deb file) of the operator's in place of Debian's own; it must have the
-    virtio console as a module or built in. Raises PolicyError (malformed name or package) and StartError (apt is
-    missing or failed, with its last lines; no space).
+    ``kernel`` is the operator's own in place of Debian's: a Debian kernel package (.deb), or a bzImage that has
+    virtio-mmio, virtio-console, tmpfs, cgroup v2 and ACPI built in. Raises PolicyError (malformed name or package) and
+    StartError (apt is missing or failed, with its last lines; no space).
     """
     check_name(name)
     wanted = debian.check(tuple(dict.fromkeys((*debian.DEFAULT, *packages))))
@@ -173,6 +173,34 @@ def build(
     if image is None:
         raise StartError(f"the image {name!r} was removed while it was being built", tier="microvm")
     return image
+
+
+def list_all() -> tuple[Image, ...]:
+    """Every image on this host, sorted by name. Raises PolicyError for an unsafe cache folder."""
+    place = folder()
+    try:
+        names = sorted(os.listdir(place / "names"))
+    except FileNotFoundError:
+        return ()
+    return tuple(image for name in names if not name.startswith(".") and (image := _load(place, name)) is not None)
+
+
+def remove(name: str) -> bool:
+    """Forget ``name``, and delete every image that no name means and every template; whether there was one.
+
+    Raises PolicyError. A sandbox that runs needs none of these files.
+    """
+    place = folder()
+    if _load(place, check_name(name)) is None:
+        return False
+    with _locked(place, lambda line: None):
+        (place / "names" / name).unlink(missing_ok=True)
+        named = {image.digest for image in list_all()}
+        for path in (place / "images").iterdir():
+            if path.name not in named:
+                shutil.rmtree(path)
+        shutil.rmtree(place / "templates", ignore_errors=True)
+    return True
 
 
 def folder() -> Path:
@@ -266,8 +294,10 @@ def _make(made: Path, archives: list[Path], kernel_archive: Path, shop: Path, pr
     python = debian.python_of(root)
     _trim(root, python)
     debian.compile_library(root, progress)
-    debian.unpack([kernel_archive], kernel_root, progress)
-    boot = sorted((kernel_root / "boot").glob("vmlinuz-*"))
+    boot = [kernel_archive]
+    if not _is_kernel(kernel_archive):
+        debian.unpack([kernel_archive], kernel_root, progress)
+        boot = sorted((kernel_root / "boot").glob("vmlinuz-*"))
     if not boot:
         raise StartError(f"{kernel_archive.name} holds no kernel", tier="microvm")
     shutil.copyfile(boot[-1], made / "kernel")
@@ -280,6 +310,12 @@ def _make(made: Path, archives: list[Path], kernel_archive: Path, shop: Path, pr
         "initramfs_bytes": (made / "initramfs.cpio").stat().st_size,
         "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _is_kernel(path: Path) -> bool:
+    """Whether a file is a bzImage, by the mark of the x86 boot protocol."""
+    with path.open("rb") as file:
+        return file.read(0x206)[0x202:] == b"HdrS"
 
 
 def _trim(root: Path, python: str) -> None:

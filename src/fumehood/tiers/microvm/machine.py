@@ -36,7 +36,7 @@ _EXPORT_TIMEOUT_S = 30.0
 _CPU_OVERHEAD_S = 60.0
 
 
-def jail_guest(program: qemu.Program) -> Guest:
+def jail_guest(program: qemu.Program, accelerator: str) -> Guest:
     """The jail for ``program``: it sees its own files, and nothing of the zygote's."""
     return Guest(
         entry="fumehood.tiers.microvm.monitor:serve",
@@ -48,6 +48,7 @@ def jail_guest(program: qemu.Program) -> Guest:
         binds=tuple((source, _ROOT + path) for source, path in program.files),
         filters="fumehood.tiers.microvm.filters",
         root=_ROOT,
+        devices=(qemu.KVM,) if accelerator == "kvm" else (),
     )
 
 
@@ -140,6 +141,11 @@ class MachineEnclosure:
         self._closing = True
         self._wants_files = wants_files
 
+    @property
+    def pid(self) -> int:
+        """The process of QEMU."""
+        return self._inner.pid
+
     def kill(self) -> None:
         """Stop every thread of QEMU, at once."""
         self._inner.signal(signal.SIGSTOP)
@@ -215,6 +221,11 @@ class MachineSandbox(GuestSandbox):
     ) -> None:
         super().__init__(channel, enclosure, policy, receipt, env=env)
         self._machine = enclosure
+
+    @property
+    def monitor_pid(self) -> int:
+        """The process of the machine, as this host numbers it; for whoever inspects it from outside."""
+        return self._machine.pid
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
         """See :class:`fumehood.tier.Sandbox`."""

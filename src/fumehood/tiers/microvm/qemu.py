@@ -35,6 +35,7 @@ from fumehood.model import MiB
 
 PROGRAM = "qemu-system-x86_64"
 INSTALL = "apt-get install --no-install-recommends qemu-system-x86"
+KVM = "/dev/kvm"
 FIRMWARE = "bios-microvm.bin"
 
 #: Descriptors in QEMU; the monitor's is the jail's channel.

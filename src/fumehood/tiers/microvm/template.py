@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.environments import Environment
-from fumehood.errors import StartError
+from fumehood.errors import FumehoodError, StartError
 from fumehood.model import Limits, MiB
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.tiers.microvm import images, machine, qemu
@@ -165,6 +165,18 @@ async def obtain(recipe: Recipe, jail: JailTier, progress: Callable[[str], None]
 
 
 # --- booting ---------------------------------------------------------------------------------------------------------
+
+
+async def boots(recipe: Recipe, jail: JailTier, timeout_s: float) -> str:
+    """Why this machine does not boot within ``timeout_s``, or "" if it does. For trying an accelerator."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            (await _boot(recipe, jail)).close()
+    except TimeoutError:
+        return f"a guest does not boot within {timeout_s:g} s"
+    except FumehoodError as error:
+        return error.message
+    return ""
 
 
 async def _boot(recipe: Recipe, jail: JailTier) -> Template:
