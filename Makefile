@@ -17,9 +17,9 @@ check: ## lint, format and types
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-bench: ## cold latency of the jail as a ratio to a bare interpreter
+bench: ## what a sandbox of the jail costs, as ratios to a bare interpreter
 	@scripts/setup.sh
-	@.venv/bin/python benchmarks/cold.py
+	@.venv/bin/fumehood bench --tier jail --check
 
 verify: ## attack every tier that this host has
 	@scripts/setup.sh

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RunnerFactory
+from support.programs import STUBBORN
 
 from fumehood.errors import ClosedError, FileError, PolicyError
 from fumehood.model import Code, Command, Limits, Outcome, Policy
@@ -75,11 +76,19 @@ def test_the_output_budget_is_per_exec(runner_factory: RunnerFactory) -> None:
             assert len(result.stdout_data) == 1000 and result.usage.stdout_bytes == 5001 and result.truncated
 
 
-def test_the_deadline_closes_the_sandbox(runner_factory: RunnerFactory) -> None:
-    with runner_factory(Policy(limits=Limits(wall_s=0.5))).open() as sandbox:
-        assert sandbox.exec("while True: pass").outcome is Outcome.WALL
-        with pytest.raises(ClosedError):
-            sandbox.exec("print(1)")
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "import time\ntime.sleep(600)", STUBBORN], ids=["loop", "sleep", "stubborn"]
+)
+def test_the_deadline_ends_the_exec(runner_factory: RunnerFactory, program: str) -> None:
+    """The program is interrupted, then killed, at last with its sandbox: what is left of that works or is closed."""
+    with runner_factory(Policy(limits=Limits(wall_s=0.7, cpu_s=60))).open() as sandbox:
+        sandbox.exec("x = 1\nopen('f', 'w').write('kept')")
+        result = sandbox.exec(program)
+        assert (result.outcome, result.exit_code) == (Outcome.WALL, None)
+        try:
+            assert sandbox.exec("print(open('f').read())").stdout == "kept\n"
+        except ClosedError:
+            assert program == STUBBORN
 
 
 def test_files_of_the_host(runner: Runner) -> None:

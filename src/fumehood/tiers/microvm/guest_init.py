@@ -6,12 +6,14 @@ host. Imports nothing beyond the standard library and the modules of this packag
 
 Lines on the control port, JSON objects of at most LINE_MAX bytes. From the host::
 
-    adopt      entropy(hex) time_ns memory_bytes pids disk_bytes files rlimits fresh
+    limits     limits: before the snapshot, what most sandboxes will ask for
+    adopt      entropy(hex) time_ns fresh limits
     export     entries bytes
 
 and to the host::
 
-    adopted    kernel memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
+    held       memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
+    adopted    the same, and kernel
     spent      memory_peak_bytes oom_kills, before every end of a program
     entry      path(hex) kind(f d l p s, x for a file that is not sent) mode size target(hex) same(hex) runs
     exported   truncated
@@ -209,6 +211,8 @@ class Service:
         self.control = control
         self.imports = imports
         self.pid = 0
+        self.limits: dict[str, Any] = {}
+        self.held: dict[str, object] = {}  # what the kernel said of them
         self.work = -1  # the work folder, which outlives the programs as long as this is open
 
     def start(self, *, fresh: bool) -> None:
@@ -235,6 +239,7 @@ class Service:
             raise RuntimeError("the agent did not seal itself")
         os.close(sealed)
         self.work = os.open(f"/proc/{self.pid}/root{WORK}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.limits = {}
 
     def execute(self, tell: int) -> NoReturn:
         handed = [self.port, self.control, tell]
@@ -242,6 +247,32 @@ class Service:
             os.set_inheritable(fd, True)
         arguments = [sys.executable, "-I", "-S", "-B", INIT, FRESH, self.imports, *map(str, handed)]
         os.execve(sys.executable, arguments, dict(ENVIRONMENT_OF_IMPORTS))
+
+    def hold(self, limits: dict[str, Any]) -> None:
+        """Set the limits that differ from those in force, and read all of them back."""
+        if limits == self.limits:
+            return
+        old, self.limits = self.limits, limits
+        if limits["memory_bytes"] != old.get("memory_bytes"):
+            write(f"{CGROUP}/memory.max", str(limits["memory_bytes"]))
+        if limits["pids"] != old.get("pids"):
+            write(f"{CGROUP}/pids.max", str(limits["pids"]))
+        if [limits["disk_bytes"], limits["files"]] != [old.get("disk_bytes"), old.get("files")]:
+            resize_scratch(self.pid, limits["disk_bytes"], limits["files"] + _SHARED_INODES)
+        if limits["rlimits"] != old.get("rlimits"):
+            # The agent first: what it forks from then on has them.
+            for pid in (self.pid, *map(int, read(f"{CGROUP}/cgroup.procs").split())):
+                for name, value in limits["rlimits"].items():
+                    resource.prlimit(pid, getattr(resource, "RLIMIT_" + name), (value, value))
+        scratch = os.statvfs(f"/proc/{self.pid}/root{SCRATCH}")
+        kinds = {name: getattr(resource, "RLIMIT_" + name) for name in limits["rlimits"]}
+        self.held = {
+            "memory_bytes": int(read(f"{CGROUP}/memory.max")),
+            "pids": int(read(f"{CGROUP}/pids.max")),
+            "disk_bytes": scratch.f_blocks * scratch.f_frsize,
+            "inodes": scratch.f_files,
+            "rlimits": {name: resource.prlimit(self.pid, kind)[1] for name, kind in kinds.items()},
+        }
 
     def end(self) -> None:
         """Kill the agent and with it every program: PID 1 of a namespace is gone last of all in it."""
@@ -398,22 +429,11 @@ def adopt(asked: dict[str, Any], service: Service) -> None:
         fcntl.ioctl(file, _RNDADDENTROPY, struct.pack("ii", 8 * len(entropy), len(entropy)) + entropy)
         fcntl.ioctl(file, _RNDRESEEDCRNG)
     time.clock_settime_ns(time.CLOCK_REALTIME, asked["time_ns"])
-    write(f"{CGROUP}/memory.max", str(asked["memory_bytes"]))
-    write(f"{CGROUP}/pids.max", str(asked["pids"]))
     if asked["fresh"]:
         service.end()
         service.start(fresh=True)
-    root = f"/proc/{service.pid}/root"
-    resize_scratch(service.pid, asked["disk_bytes"], asked["files"] + _SHARED_INODES)
-    for pid in (service.pid, *map(int, read(f"{CGROUP}/cgroup.procs").split())):
-        for name, value in asked["rlimits"].items():
-            resource.prlimit(pid, getattr(resource, "RLIMIT_" + name), (value, value))
-    held = os.statvfs(root + SCRATCH)
-    rlimits = {name: resource.prlimit(service.pid, getattr(resource, "RLIMIT_" + name))[1] for name in asked["rlimits"]}
-    answer: dict[str, object] = {"op": "adopted", "kernel": os.uname().release, "rlimits": rlimits}
-    answer.update(memory_bytes=int(read(f"{CGROUP}/memory.max")), pids=int(read(f"{CGROUP}/pids.max")))
-    answer.update(disk_bytes=held.f_blocks * held.f_frsize, inodes=held.f_files)
-    say(service.control, answer)
+    service.hold(asked["limits"])
+    say(service.control, {"op": "adopted", "kernel": os.uname().release, **service.held})
     if not asked["fresh"]:
         # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls between no
         # two of its frames.
@@ -504,7 +524,10 @@ def serve(service: Service) -> None:
     """Answer the host until the agent ends."""
     adopted = False
     for asked in lines(service):
-        if asked["op"] == "adopt" and not adopted:
+        if asked["op"] == "limits" and not adopted:
+            service.hold(asked["limits"])
+            say(service.control, {"op": "held", **service.held})
+        elif asked["op"] == "adopt" and not adopted:
             adopted = True
             adopt(asked, service)
         elif asked["op"] == "export":

@@ -53,6 +53,10 @@ _STATE_BYTES_MAX = 64 * MiB
 _PIECE = 1 * MiB
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
+#: Inside, CPU time goes on while the host lets others run, so it is no measure: the supervisor counts and kills. There
+#: is a limit none the less, so that a program cannot set one.
+_CPU_S_MAX = 30 * 86400
+
 Runs = list[tuple[int, int]]
 
 
@@ -132,6 +136,24 @@ def shape_for(limits: Limits, image: Image, environment: Environment | None, acc
     return Shape(accelerator, (programs + base + step - 1) // step * step)
 
 
+def inside(limits: Limits) -> dict[str, object]:
+    """The limits that the guest's kernel holds: of the sandbox as a whole, and of each process by rlimit."""
+    rlimits = {
+        "CORE": 0,
+        "NOFILE": limits.open_files,
+        "NPROC": limits.pids + 1,  # the agent is one
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "FSIZE": limits.disk_bytes,
+        "CPU": _CPU_S_MAX,
+        "NICE": 0,
+        "RTPRIO": 0,
+        "SIGPENDING": 1024,
+    }
+    whole = {"memory_bytes": limits.memory_bytes, "pids": limits.pids + 1, "disk_bytes": limits.disk_bytes}
+    return {**whole, "files": limits.files, "rlimits": rlimits}
+
+
 async def obtain(recipe: Recipe, jail: JailTier, progress: Callable[[str], None] = lambda line: None) -> Template:
     """The template for ``recipe``: from the cache if it is there, whole and young enough, or else booted now.
 
@@ -194,6 +216,8 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
             started = await machine.start(jail, limits, recipe.shape, arguments, fds)
             try:
                 await _until_ready(started)
+                started.control.post("limits", limits=inside(Limits()))
+                await asyncio.wait_for(started.control.line(), _SAVE_TIMEOUT_S)
                 state = await _saved_state(started)
             finally:
                 await asyncio.shield(started.discard())

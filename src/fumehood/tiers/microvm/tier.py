@@ -34,10 +34,6 @@ READY_TIMEOUT_S = 60.0
 _BUILD = "fumehood image build python --engine microvm"
 _SLOW = "without KVM: short glue code, no numeric work (Python 10 to 19 times slower, numpy far more)"
 
-#: Inside, CPU time goes on while the host lets others run, so it is no measure: the supervisor counts and kills. There
-#: is a limit none the less, so that a program cannot set one.
-_CPU_S_MAX = 30 * 86400
-
 #: Machines that start at the same time, for each processor: more would only make all of them late.
 _STARTS_PER_CPU = 2
 
@@ -193,32 +189,8 @@ class MicrovmTier:
 
 def adoption(limits: Limits, *, fresh: bool) -> dict[str, object]:
     """What init is told of the sandbox that its machine becomes."""
-    return {
-        "entropy": os.urandom(ENTROPY_BYTES).hex(),
-        "time_ns": time.time_ns(),
-        "memory_bytes": limits.memory_bytes,
-        "pids": limits.pids + 1,  # the agent is one
-        "disk_bytes": limits.disk_bytes,
-        "files": limits.files,
-        "rlimits": rlimits(limits),
-        "fresh": fresh,
-    }
-
-
-def rlimits(limits: Limits) -> dict[str, int]:
-    """Limits of each process inside, by name; cgroups of the guest's kernel hold the whole."""
-    return {
-        "CORE": 0,
-        "NOFILE": limits.open_files,
-        "NPROC": limits.pids + 1,
-        "MEMLOCK": 0,
-        "MSGQUEUE": 0,
-        "FSIZE": limits.disk_bytes,
-        "CPU": _CPU_S_MAX,
-        "NICE": 0,
-        "RTPRIO": 0,
-        "SIGPENDING": 1024,
-    }
+    entropy = os.urandom(ENTROPY_BYTES).hex()
+    return {"entropy": entropy, "time_ns": time.time_ns(), "limits": template.inside(limits), "fresh": fresh}
 
 
 def _check_fit(environment: Environment, image: Image) -> None:

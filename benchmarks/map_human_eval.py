@@ -1,6 +1,6 @@
 """HumanEval's 164 programs through ``Runner.map``, against a process pool that starts ``python3`` for each.
 
-``python benchmarks/human_eval.py [--rounds 5]``. The two take turns. Exit code 1 if an answer differs.
+``python benchmarks/map_human_eval.py [--rounds 5]``. The two take turns. Exit code 1 if an answer differs.
 """
 
 from __future__ import annotations
