@@ -24,6 +24,7 @@ LAYERS = (
     ("guest",),
     ("wire", "displays", "tar"),
     ("folders", "mapping", "artifacts", "environments"),
+    ("execs", "guest_files"),
     ("session",),
     ("enclosure",),
     ("egress", "images"),

@@ -14,11 +14,17 @@ def remove_tree(path: str) -> None:
     descriptor and paths of two components.
     """
     try:
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        named = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        os.fchmod(top, 0o700)
+        # By its descriptor, since the program may have taken the permission to open it and chmod(2) follows links.
+        with contextlib.suppress(PermissionError):
+            os.chmod(f"/proc/self/fd/{named}", 0o700)
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    finally:
+        os.close(named)
+    try:
         pending, serial = _clear(top, top, 0)
         while pending:
             name = pending.pop()

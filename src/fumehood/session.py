@@ -21,29 +21,24 @@ Frames arrive in callbacks of the event loop and wake a waiting call once, when 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from fumehood import tar
-from fumehood.artifacts import _bad_name, collect
 from fumehood.displays import Displays
 from fumehood.errors import (
     ClosedError,
     FileError,
-    FumehoodError,
     OutcomeUnknownError,
     PolicyError,
     StartError,
     UnsupportedError,
 )
+from fumehood.execs import Ending, Output, Run, Running, Stdin, decide, raw, request
+from fumehood.guest_files import LISTING_MAX, GuestFiles, is_count, save_left
 from fumehood.model import (
     Artifact,
     Code,
@@ -55,20 +50,12 @@ from fumehood.model import (
     Receipt,
     Result,
     Usage,
-    check_path,
-    check_terminal_size,
 )
-from fumehood.tier import FileInfo, Sink, Stream
+from fumehood.tier import Enclosure, Sink, Stream
 from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
 
 #: What a program's environment holds where the tier does not say otherwise; the policy's ``env`` comes on top.
 DEFAULT_ENV: Mapping[str, str] = MappingProxyType({"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"})
-
-#: What the agent takes for one exec: 16 MiB of code and what execve(2) could take of arguments and environment.
-PAYLOAD_MAX = 24 << 20
-
-STDIN_PIECE = 256 << 10
-READ_FILE_MAX = 64 << 20
 
 #: The CPU watcher looks no more often than this: one look costs a read of a cgroup file, some 10 µs.
 CPU_LOOK_MIN_S = 0.005
@@ -84,230 +71,8 @@ PENDING_MAX = 4 << 20
 #: that end before the sandbox is. A choice: long enough for ``finally`` blocks, short beside the default deadline.
 GRACE_S = 2.0
 
-LISTING_MAX = 64 << 20
-_COUNT_MAX = 1 << 62
 
-_Kind = Literal["file", "folder", "other"]
-_KINDS: Mapping[bytes, _Kind] = {b"f": "file", b"d": "folder"}
-
-
-class Enclosure(Protocol):
-    """What a tier holds of a sandbox from outside, around the guest."""
-
-    def kill(self) -> None:
-        """Kill every process inside, at once, whatever they do. Idempotent; does not wait, does not raise."""
-        ...
-
-    async def wait_dead(self) -> None:
-        """Return when the last process inside is gone, and at once if it is gone already. After :meth:`kill`."""
-        ...
-
-    def usage(self) -> tuple[float | None, int | None]:
-        """CPU seconds used so far and peak memory in bytes, all processes together; None for what nobody counts.
-
-        Works from creation to release, also when every process is dead. Must not block.
-        """
-        ...
-
-    def memory_killed(self) -> bool:
-        """Whether the memory limit has killed a process inside."""
-        ...
-
-    def lost_reason(self) -> str:
-        """Why the guest is gone, as far as the tier can tell, for an error message; "" if it cannot."""
-        ...
-
-    def workdir_fd(self) -> int | None:
-        """A descriptor of the work folder, owned by the enclosure, good after death; None if it has none."""
-        ...
-
-    async def release(self) -> None:
-        """Remove cgroups, folders and descriptors. Called when all are dead. Idempotent."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """All that is known when an exec is over."""
-
-    status: int | None  # exit code, or -N for signal N, as the agent waited for it; None: the channel was lost
-    imposed: Outcome | None = None  # what we killed it for
-    overflow: bool = False  # the agent killed it for output, because the policy said "stop"
-    memory_killed: bool = False
-    cpu_spent: bool = False  # CPU time is at its limit
-    interrupted: bool = False  # interrupt() was called
-
-
-def decide(ending: Ending) -> tuple[Outcome, int | None] | None:
-    """The outcome and exit code of an exec; None if it cannot be known, because the guest was lost for no known cause.
-
-    What we imposed comes first, then what the kernel imposed, then the program's own end. A memory or CPU limit
-    counts only when the main process died of a signal that this limit sends: a program that survives the death of a
-    child, or exits by itself, has exited.
-    """
-    if ending.imposed is not None:
-        return ending.imposed, None
-    status = ending.status
-    if status is None:
-        if ending.memory_killed:
-            return Outcome.MEMORY, None
-        return (Outcome.CPU, None) if ending.cpu_spent else None
-    if ending.overflow:
-        return Outcome.OUTPUT, None
-    if status == -signal.SIGKILL and ending.memory_killed:
-        return Outcome.MEMORY, None
-    if status in (-signal.SIGKILL, -signal.SIGXCPU) and ending.cpu_spent:
-        return Outcome.CPU, None
-    if ending.interrupted and status in (-signal.SIGINT, 128 + signal.SIGINT):
-        return Outcome.CANCELLED, None
-    return (Outcome.SIGNALED if status < 0 else Outcome.EXITED), status
-
-
-class _Output:
-    """The output of one exec: at most ``budget`` bytes of both streams kept, the rest counted."""
-
-    __slots__ = ("budget", "counts", "kept", "sink")
-
-    def __init__(self, budget: int, sink: Sink | None) -> None:
-        self.budget = budget
-        self.sink = sink
-        self.kept: dict[Stream, list[bytes]] = {"stdout": [], "stderr": []}
-        self.counts: dict[Stream, int] = {"stdout": 0, "stderr": 0}
-
-    def take(self, stream: Stream, data: bytes) -> bool:
-        """Keep and pass on what fits; whether all of it did. Raises what the sink raises."""
-        self.counts[stream] += len(data)
-        passed = data[: self.budget]
-        self.budget -= len(passed)
-        if passed:
-            self.kept[stream].append(passed)
-            if self.sink is not None:
-                self.sink(stream, passed)
-        return len(passed) == len(data)
-
-
-class _Stdin:
-    """Standard input of a program: what waits until the guest asks for it."""
-
-    __slots__ = ("asked", "open", "room", "waiting")
-
-    def __init__(self, data: bytes, *, stays_open: bool = False) -> None:
-        self.waiting = memoryview(data)
-        self.open = stays_open  # more may be written
-        self.asked = False
-        self.room: asyncio.Future[None] | None = None  # set when the writer may go on
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the program has any."""
-        return self.open or bool(self.waiting)
-
-    def take(self) -> tuple[memoryview, bool] | None:
-        """The next piece and whether more may follow, if the guest has asked and there is an answer."""
-        if not self.asked or (self.open and not self.waiting):
-            return None
-        self.asked = False
-        piece, self.waiting = self.waiting[:STDIN_PIECE], self.waiting[STDIN_PIECE:]
-        if self.room is not None and not self.waiting:
-            self.room.set_result(None)
-            self.room = None
-        return piece, self.open or bool(self.waiting)
-
-
-class _Run:
-    """An exec that is under way."""
-
-    __slots__ = (
-        "displays", "done", "failed", "ident", "imposed", "interrupted", "last", "lost", "output", "overflow",
-        "program", "sent", "status", "stdin", "timers",
-    )  # fmt: skip
-
-    def __init__(
-        self, ident: int, program: Program, output: _Output, stdin: _Stdin, last: bool, done: asyncio.Future[None]
-    ) -> None:
-        self.ident = ident
-        self.program = program
-        self.output = output
-        self.stdin = stdin
-        self.last = last
-        self.done = done  # set once the outcome can be decided, or to the sink's exception
-        self.displays: Displays | None = None
-        self.status: int | None = None
-        self.imposed: Outcome | None = None
-        self.failed: str | None = None  # the agent could not start it
-        self.lost = False  # the interpreter with its variables
-        self.overflow = False
-        self.interrupted = False
-        self.sent = asyncio.Event()  # the guest has been told to run it, so that what follows reaches it
-        self.timers: list[asyncio.TimerHandle] = []
-
-
-class Running:
-    """A program under way: what it has printed so far, its standard input, its signals and its end.
-
-    Its program is an exec of the sandbox like any other (then the sandbox has no room for a second one), or a command
-    in the background. Also after the program's end its methods do no harm.
-    """
-
-    def __init__(self, sandbox: GuestSandbox, run: _Run, task: asyncio.Task[Result]) -> None:
-        self._sandbox = sandbox
-        self._run = run
-        self._task = task
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._task.done()
-
-    @property
-    def stdout_data(self) -> bytes:
-        """What it has printed so far, within Limits.output_bytes."""
-        return b"".join(self._run.output.kept["stdout"])
-
-    @property
-    def stderr_data(self) -> bytes:
-        """The same of stderr."""
-        return b"".join(self._run.output.kept["stderr"])
-
-    async def wait(self) -> Result:
-        """Its end, as :meth:`GuestSandbox.exec` has it. Cancelling this does not end the program."""
-        return await asyncio.shield(self._task)
-
-    async def write(self, data: bytes) -> None:
-        """Give it ``data`` to read; waits while more than 256 KiB are unread. Raises ClosedError if it is over."""
-        stdin = self._run.stdin
-        if not stdin.open or self.done:
-            raise ClosedError("the program's standard input is closed", tier=self._sandbox.receipt.tier)
-        stdin.waiting = memoryview(bytes(stdin.waiting) + data)
-        self._sandbox._give_stdin(self._run)
-        while len(stdin.waiting) > STDIN_PIECE and not self.done:
-            if stdin.room is None:
-                stdin.room = asyncio.get_running_loop().create_future()
-            either: set[asyncio.Future[Any]] = {stdin.room, self._task}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-
-    async def close_stdin(self) -> None:
-        """The end of file, once all that was written is read."""
-        self._run.stdin.open = False
-        self._sandbox._give_stdin(self._run)
-
-    async def signal(self, number: int) -> None:
-        """Send a signal to its process group."""
-        if not self.done:
-            self._sandbox._post({"op": "signal", "id": self._run.ident, "number": int(number)})
-
-    async def kill(self) -> None:
-        """SIGKILL to its process group; if it is code, the interpreter's variables are lost."""
-        await self.signal(signal.SIGKILL)
-
-    async def resize(self, rows: int, columns: int) -> None:
-        """Give its pseudo-terminal another size. Raises PolicyError."""
-        rows, columns = check_terminal_size((rows, columns))
-        if not self.done:
-            self._sandbox._post({"op": "resize", "id": self._run.ident, "rows": rows, "columns": columns})
-
-
-class GuestSandbox:
+class GuestSandbox(GuestFiles):
     """A :class:`~fumehood.tier.FullSandbox` over a channel to the guest agent and an enclosure. See the module.
 
     Made inside a running event loop, and owns both from then on: :meth:`close` must be called, whatever happens.
@@ -332,15 +97,15 @@ class GuestSandbox:
         self._policy = policy
         self._receipt = receipt
         environment = {**(DEFAULT_ENV if env is None else env), **policy.env}
-        self._env = b"".join(_raw(f"{k}={v}") + b"\0" for k, v in environment.items())
+        self._env = b"".join(raw(f"{k}={v}") + b"\0" for k, v in environment.items())
         # Without a hard cap on CPUs, a program may use as many as there are.
         cpus = receipt.control("cpu")
         hard = cpus is not None and cpus.held is Held.HARD
         self._cpu_rate = policy.limits.cpus if hard else max(policy.limits.cpus, float(os.cpu_count() or 1))
         self._cpu_used = 0.0
         self._cpu_timer: asyncio.TimerHandle | None = None
-        self._run: _Run | None = None
-        self._background: dict[int, _Run] = {}
+        self._run: Run | None = None
+        self._background: dict[int, Run] = {}
         self._tasks: set[asyncio.Task[Result]] = set()  # of the programs that were started and not awaited
         self._codes = 0  # execs of code so far
         self._idle_s: float | None = None
@@ -398,7 +163,7 @@ class GuestSandbox:
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
     ) -> Result:
         """See :class:`fumehood.tier.Sandbox`. A sink's exception kills the sandbox and is passed on."""
-        return await self._follow(self._begin(program, _Stdin(stdin), sink, last))
+        return await self._follow(self._begin(program, Stdin(stdin), sink, last))
 
     async def start(
         self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
@@ -408,7 +173,7 @@ class GuestSandbox:
             raise PolicyError("only a command runs in the background: code has the one interpreter")
         if not self.guest_is_agent:
             raise self._unsupported("handles on running programs")
-        run = self._begin(program, _Stdin(b"", stays_open=stdin), sink, last=False, background=background)
+        run = self._begin(program, Stdin(b"", stays_open=stdin), sink, last=False, background=background)
         task = asyncio.ensure_future(self._follow_background(run) if background else self._follow(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -423,15 +188,15 @@ class GuestSandbox:
             task.result()
         return Running(self, run, task)
 
-    def _begin(self, program: Program, stdin: _Stdin, sink: Sink | None, last: bool, background: bool = False) -> _Run:
+    def _begin(self, program: Program, stdin: Stdin, sink: Sink | None, last: bool, background: bool = False) -> Run:
         """The record of an exec, which occupies the sandbox from here on. Raises what exec() does."""
         self._check_usable()
         if self._run is not None and not background:
             raise RuntimeError("an exec is running in this sandbox")
         limits = self._policy.limits
         self._next_id += 1
-        output = _Output(limits.output_bytes, sink)
-        run = _Run(self._next_id, program, output, stdin, last, self._loop.create_future())
+        output = Output(limits.output_bytes, sink)
+        run = Run(self._next_id, program, output, stdin, last, self._loop.create_future())
         if isinstance(program, Code):
             wanted = program.displays if program.displays is not None else not last and self.guest_is_agent
             if not self.guest_is_agent and (wanted or program.context):
@@ -451,7 +216,7 @@ class GuestSandbox:
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"cannot hold: {what}", unmet=(what,), tier=self._receipt.tier)
 
-    async def _follow(self, run: _Run) -> Result:
+    async def _follow(self, run: Run) -> Result:
         """Hand the program over and see it to its end."""
         limits = self._policy.limits
         started = self._loop.time()
@@ -487,7 +252,7 @@ class GuestSandbox:
                 self._rest()
         return self._result(run, handed_over, (finished if run.status is not None else self._loop.time()) - started)
 
-    async def _follow_background(self, run: _Run) -> Result:
+    async def _follow_background(self, run: Run) -> Result:
         """The same for a command in the background, which has no deadline of its own."""
         started = self._loop.time()
         self._watch_cpu()
@@ -509,49 +274,10 @@ class GuestSandbox:
                 self._rest()
         return self._result(run, handed_over, seconds, background=True)
 
-    def _payload(self, program: Program, helper: bytes) -> tuple[memoryview, int, int]:
-        """Environment, helper or folder, code or arguments; the lengths of the first two. Raises PolicyError."""
-        env, middle = self._env, helper
-        if isinstance(program, Code):
-            body = program.data
-        else:
-            env += b"".join(_raw(f"{k}={v}") + b"\0" for k, v in program.env.items())
-            middle = program.cwd.encode()
-            body = b"".join(_raw(a) + b"\0" for a in program.argv)
-        payload = memoryview(b"".join((env, middle, body)))
-        if len(payload) > PAYLOAD_MAX:
-            raise PolicyError(f"environment and program are longer than {PAYLOAD_MAX} bytes together")
-        return payload, len(env), len(middle)
-
-    async def _hand_over(self, run: _Run, background: bool = False) -> None:
+    async def _hand_over(self, run: Run, background: bool = False) -> None:
         """Send the program. Raises PolicyError, and ChannelClosed if the agent cannot have all of it."""
-        program = run.program
-        code = isinstance(program, Code)
-        payload, env_bytes, middle_bytes = self._payload(program, _helper() if run.displays is not None else b"")
-        header: Header = {
-            "op": "exec",
-            "id": run.ident,
-            "kind": "code" if code else "command",
-            "last": run.last and code,
-            "output_bytes": run.output.budget,
-            "overflow": self._policy.overflow,
-            "stdin": run.stdin.wanted,
-            "env_bytes": env_bytes,
-            "size": len(payload),
-        }
-        if isinstance(program, Code):
-            header["name"] = self._name(program, run.last)
-            if program.context:
-                header["context"] = program.context
-            if run.displays is not None:
-                header |= {"helper_bytes": middle_bytes, "display_bytes": self._policy.limits.display_bytes}
-        else:
-            if middle_bytes:
-                header["cwd_bytes"] = middle_bytes
-            if background:
-                header["background"] = True
-            if program.pty is not None:
-                header["rows"], header["columns"] = program.pty
+        policy = self._policy
+        header, payload = request(run, self._env, policy, name=self._name(run), background=background)
         while True:
             piece, payload = payload[:BODY_MAX], payload[BODY_MAX:]
             header["more"] = bool(payload)
@@ -561,14 +287,13 @@ class GuestSandbox:
             await self._channel.send(header, piece)
             header = {"op": "more", "id": run.ident}
 
-    def _name(self, program: Code, last: bool) -> str:
+    def _name(self, run: Run) -> str:
         """What tracebacks call the program: the default name is made different for each exec of a live sandbox."""
         self._codes += 1
-        if program.name == "<agent>" and not last:
-            return f"<agent-{self._codes}>"
-        return program.name[:255]
+        name = run.program.name if isinstance(run.program, Code) else ""
+        return f"<agent-{self._codes}>" if name == "<agent>" and not run.last else name[:255]
 
-    def _result(self, run: _Run, handed_over: bool, seconds: float, background: bool = False) -> Result:
+    def _result(self, run: Run, handed_over: bool, seconds: float, background: bool = False) -> Result:
         """What became of the exec. Raises StartError, OutcomeUnknownError, UnsupportedError."""
         if run.failed is not None:
             if isinstance(run.program, Command) and run.program.pty is not None:
@@ -581,7 +306,7 @@ class GuestSandbox:
         cpu_s, peak = self._enclosure.usage()
         return self._outcome(run, handed_over, seconds, cpu_s, peak)
 
-    def _outcome(self, run: _Run, handed_over: bool, seconds: float, cpu_s: float | None, peak: int | None) -> Result:
+    def _outcome(self, run: Run, handed_over: bool, seconds: float, cpu_s: float | None, peak: int | None) -> Result:
         enough = CPU_SPENT_SHARE * self._policy.limits.cpu_s
         spent = run.status == -signal.SIGXCPU if cpu_s is None else cpu_s >= enough
         ended = Ending(
@@ -620,36 +345,36 @@ class GuestSandbox:
         reason = self._enclosure.lost_reason() or self._fatal or self._killed or "no reason known"
         return f"the guest was lost {when}: {reason}"
 
-    def _runs(self) -> tuple[_Run, ...]:
+    def _runs(self) -> tuple[Run, ...]:
         return (*((self._run,) if self._run is not None else ()), *self._background.values())
 
-    def _find(self, ident: object) -> _Run | None:
+    def _find(self, ident: object) -> Run | None:
         """The exec that the guest speaks of, if there is such a one."""
         run = self._run
         if run is not None and run.ident == ident:
             return run
         return self._background.get(ident) if type(ident) is int else None
 
-    def _impose(self, run: _Run, outcome: Outcome) -> None:
+    def _impose(self, run: Run, outcome: Outcome) -> None:
         """End the exec from outside, and the sandbox with it: nothing that the guest still says counts."""
         if not run.done.done():
             run.imposed = outcome
             self._kill(f"the limit was reached: {outcome.value}")
 
-    def _deadline(self, run: _Run) -> None:
+    def _deadline(self, run: Run) -> None:
         """The wall clock has reached its limit."""
         if run.last or not self.guest_is_agent:
             self._impose(run, Outcome.WALL)
         elif not run.done.done():
             run.imposed = Outcome.WALL
-            self._post({"op": "interrupt"})
+            self.post({"op": "interrupt"})
             run.timers.append(self._loop.call_later(GRACE_S, self._force, run, Outcome.WALL))
 
-    def _force(self, run: _Run, outcome: Outcome) -> None:
+    def _force(self, run: Run, outcome: Outcome) -> None:
         """It was interrupted and has not ended: kill its process group, and if that is not reported, everything."""
         if not run.done.done():
             run.imposed = outcome
-            self._post({"op": "signal", "id": run.ident, "number": int(signal.SIGKILL)})
+            self.post({"op": "signal", "id": run.ident, "number": int(signal.SIGKILL)})
             run.timers.append(self._loop.call_later(GRACE_S, self._impose, run, outcome))
 
     def _watch_cpu(self) -> None:
@@ -693,7 +418,7 @@ class GuestSandbox:
         elif operation == "stdin":
             if run is not None:
                 run.stdin.asked = True
-                self._give_stdin(run)
+                self.give_stdin(run)
         elif operation == "ready":
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -706,19 +431,17 @@ class GuestSandbox:
         else:
             self._kill(f"the guest said {operation[:20]!r}")
 
-    def _take_output(self, run: _Run, stream: Stream, body: bytes) -> None:
+    def _take_output(self, run: Run, stream: Stream, body: bytes) -> None:
         if run.done.done():
             return
         try:
-            fits = run.output.take(stream, body)
+            if not run.output.take(stream, body) and self._policy.overflow == "stop":
+                self._impose(run, Outcome.OUTPUT)
         except Exception as error:
             run.done.set_exception(error)
             self._kill("the sink failed")
-            return
-        if not fits and self._policy.overflow == "stop":
-            self._impose(run, Outcome.OUTPUT)
 
-    def _take_display(self, run: _Run, body: bytes) -> None:
+    def _take_display(self, run: Run, body: bytes) -> None:
         if run.done.done() or run.displays is None:
             return
         try:
@@ -727,10 +450,10 @@ class GuestSandbox:
             run.done.set_exception(error)
             self._kill("the sink failed")
 
-    def _take_done(self, run: _Run, header: Header) -> None:
+    def _take_done(self, run: Run, header: Header) -> None:
         status = header.get("status")
         counts = [header.get("out_bytes"), header.get("err_bytes")]
-        if not _is_count(counts[0]) or not _is_count(counts[1]) or type(status) is not int or not -64 <= status <= 255:
+        if not is_count(counts[0]) or not is_count(counts[1]) or type(status) is not int or not -64 <= status <= 255:
             self._kill("the guest sent a malformed result")
             return
         if run.done.done():
@@ -745,16 +468,16 @@ class GuestSandbox:
         kept["stderr"] = max(kept["stderr"], header["err_bytes"])
         run.done.set_result(None)
 
-    def _give_stdin(self, run: _Run) -> None:
+    def give_stdin(self, run: Run) -> None:
         """Answer the guest's question for standard input, if it has asked and there is an answer."""
         if self._channel.pending_bytes > PENDING_MAX:
             self._kill("the guest asks without listening")
             return
         taken = run.stdin.take()
         if taken is not None:
-            self._post({"op": "stdin", "id": run.ident, "more": taken[1]}, taken[0])
+            self.post({"op": "stdin", "id": run.ident, "more": taken[1]}, taken[0])
 
-    def _post(self, header: Header, body: bytes | memoryview = b"") -> None:
+    def post(self, header: Header, body: bytes | memoryview = b"") -> None:
         """Send a frame to a guest that may be gone: then that is known elsewhere."""
         try:
             self._channel.post(header, body)
@@ -788,7 +511,7 @@ class GuestSandbox:
         if self._closing is not None or self._killed is not None:
             raise ClosedError(f"the sandbox is closed: {self._killed or 'close() was called'}", tier=self._receipt.tier)
 
-    # --- files
+    # --- questions
 
     async def _ask(self, operation: str, *, body: bytes = b"", limit: int = 0, **fields: int) -> tuple[Header, bytes]:
         """One file operation; at most ``limit`` bytes come back. Raises FileError, ClosedError."""
@@ -837,157 +560,6 @@ class GuestSandbox:
         elif header.get("more") is not True and not future.done():
             future.set_result(header)
 
-    async def write_file(self, path: str, data: bytes) -> None:
-        """See :class:`fumehood.tier.Sandbox`."""
-        await self.write_stream(path, (data,))
-
-    async def write_stream(self, path: str, source: AsyncIterable[bytes] | Iterable[bytes]) -> None:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        path = check_path(path)
-        raw = path.encode()
-        room = BODY_MAX - len(raw)
-        self._written.pop(path, None)
-        digest = sha256()
-        offset = 0
-        try:
-            async for data in _pieces(source):
-                for start in range(0, len(data), room):
-                    piece = data[start : start + room]
-                    await self._ask("write", body=raw + piece, path_bytes=len(raw), offset=offset)
-                    digest.update(piece)
-                    offset += len(piece)
-            if offset == 0:
-                await self._ask("write", body=raw, path_bytes=len(raw), offset=0)
-        except FileError:
-            raise  # the guest has removed what there was of it
-        except Exception:
-            if offset and self._killed is None:
-                await self._ask("remove", body=raw, path_bytes=len(raw))
-            raise
-        self._written[path] = offset, digest.hexdigest()
-
-    async def read_file(self, path: str, *, max_bytes: int = READ_FILE_MAX) -> bytes:
-        """See :class:`fumehood.tier.Sandbox`."""
-        return b"".join([piece async for piece in self._read(path, max_bytes)])
-
-    async def read_stream(self, path: str) -> AsyncIterator[bytes]:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        async for piece in self._read(path, self._policy.limits.disk_bytes):
-            yield piece
-
-    async def _read(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
-        """A regular file's content in pieces of at most 1 MiB, refused above ``max_bytes``."""
-        raw = check_path(path).encode()
-        got = 0
-        while True:
-            header, data = await self._ask(
-                "read", body=raw, limit=BODY_MAX, path_bytes=len(raw), offset=got, length=min(BODY_MAX, max_bytes + 1)
-            )
-            size = header.get("size")
-            if not _is_count(size):
-                raise FileError("the guest sent a malformed reply", tier=self._receipt.tier)
-            got += len(data)
-            if got > max_bytes or header["size"] > max_bytes:
-                raise FileError(f"{path!r} is larger than {max_bytes} bytes", tier=self._receipt.tier)
-            if data:
-                yield data
-            if not data or got >= header["size"]:
-                return
-
-    async def list_files(self) -> tuple[FileInfo, ...]:
-        """See :class:`fumehood.tier.Sandbox`. Names that are not UTF-8 show U+FFFD."""
-        found = [FileInfo(n.decode("utf-8", "replace"), kind, size) for n, kind, size in await self._list("")]
-        return tuple(sorted(found, key=lambda f: f.path))
-
-    async def _list(self, path: str) -> list[tuple[bytes, _Kind, int]]:
-        """Name, kind and size of what is below ``path``, at most Limits.files entries."""
-        count = self._policy.limits.files
-        raw = check_path(path).encode() if path else b""
-        where = {"path_bytes": len(raw)} if raw else {}
-        _, data = await self._ask("list", body=raw, limit=LISTING_MAX, count=count, **where)
-        found: list[tuple[bytes, _Kind, int]] = []
-        for line in data.split(b"\0", count)[:count]:
-            size, _, name = line[1:].partition(b" ")
-            if size.isdigit() and len(size) < 20 and name:
-                found.append((name, _KINDS.get(line[:1], "other"), int(size)))
-        return found
-
-    async def stat(self, path: str) -> FileInfo:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        path = check_path(path)
-        header, _ = await self._ask("stat", body=path.encode(), path_bytes=len(path.encode()))
-        size, modified, mode = (header.get(name) for name in ("size", "mtime", "mode"))
-        if not (_is_count(size) and _is_count(modified) and _is_count(mode)):
-            raise FileError("the guest sent a malformed reply", tier=self._receipt.tier)
-        kinds: dict[Any, _Kind] = {"file": "file", "folder": "folder"}
-        kind = kinds.get(str(header.get("kind")), "other")
-        return FileInfo(path, kind, header["size"], header["mtime"], header["mode"] & 0o7777)
-
-    async def rename(self, path: str, new_path: str) -> None:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        path, new_path = check_path(path), check_path(new_path)
-        raw, to = path.encode(), new_path.encode()
-        await self._ask("rename", body=raw + to, path_bytes=len(raw), to_bytes=len(to))
-        self._written.pop(path, None)
-        self._written.pop(new_path, None)
-
-    async def make_folder(self, path: str) -> None:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        raw = check_path(path).encode()
-        await self._ask("mkdir", body=raw, path_bytes=len(raw))
-
-    async def export_tar(
-        self, path: str = "", *, skipped: Callable[[str, str], None] | None = None
-    ) -> AsyncIterator[bytes]:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        top = check_path(path).encode() + b"/" if path else b""
-        left = self._policy.limits.disk_bytes
-        for name, kind, size in sorted(await self._list(path)):
-            reason = next((r for r in map(_bad_name, name.split(b"/")) if r), None)
-            if reason is None and (kind == "other" or not name.startswith(top)):
-                reason = "not a file or folder"
-            if reason is None and size > left and kind == "file":
-                reason = f"more than {self._policy.limits.disk_bytes} bytes together"
-            if reason is not None:
-                if skipped is not None:
-                    skipped(name.decode("utf-8", "replace"), reason)
-                continue
-            inner = name.removeprefix(top).decode()
-            if kind == "folder":
-                yield tar.folder(inner)
-                continue
-            left -= size
-            yield tar.file(inner, size)
-            got = 0
-            async for piece in self._read(name.decode(), self._policy.limits.disk_bytes):
-                yield piece[: size - got]
-                got += min(len(piece), size - got)
-            if got < size:
-                raise FileError(f"{inner!r:.200} became shorter while it was read", tier=self._receipt.tier)
-            yield tar.padding(size)
-        yield tar.END
-
-    async def import_tar(self, source: AsyncIterable[bytes] | Iterable[bytes], path: str = "") -> None:
-        """See :class:`fumehood.tier.FullSandbox`."""
-        top = check_path(path) + "/" if path else ""
-        limits = self._policy.limits
-        reader = tar.Reader(_pieces(source), members=limits.files, total_bytes=limits.disk_bytes)
-        try:
-            while (member := await reader.next()) is not None:
-                if member.is_folder:
-                    await self.make_folder(top + member.path)
-                else:
-                    await self.write_stream(top + member.path, reader.data())
-        except FileError:
-            raise
-        except ValueError as error:
-            raise FileError(f"the tar stream was not taken: {error}", tier=self._receipt.tier) from None
-
-    async def remove(self, path: str) -> None:
-        """See :class:`fumehood.tier.Sandbox`."""
-        raw = check_path(path).encode()
-        await self._ask("remove", body=raw, path_bytes=len(raw))
-
     # --- the end
 
     async def interrupt(self, *, grace_s: float | None = GRACE_S) -> None:
@@ -998,7 +570,7 @@ class GuestSandbox:
         run = self._run
         if run is not None and self._killed is None and not run.done.done():
             run.interrupted = True
-            self._post({"op": "interrupt"})
+            self.post({"op": "interrupt"})
             if grace_s is not None and self.guest_is_agent:
                 run.timers.append(self._loop.call_later(grace_s, self._force, run, Outcome.CANCELLED))
 
@@ -1023,43 +595,6 @@ class GuestSandbox:
             if out is None or workdir is None:
                 return ()
             # The thread owns its descriptor, because a cancelled wait does not stop it.
-            return await asyncio.to_thread(_collect, os.dup(workdir), out, self._policy, dict(self._written))
+            return await asyncio.to_thread(save_left, os.dup(workdir), out, self._policy, dict(self._written))
         finally:
             await self._enclosure.release()
-
-
-@lru_cache(maxsize=1)
-def _helper() -> bytes:
-    """The text of :mod:`fumehood.guest.displays`, which runs in the interpreter of a program that may display."""
-    spec = importlib.util.find_spec("fumehood.guest.displays")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_bytes()
-
-
-async def _pieces(source: AsyncIterable[bytes] | Iterable[bytes]) -> AsyncIterator[bytes]:
-    if isinstance(source, AsyncIterable):
-        async for piece in source:
-            yield piece
-    else:
-        for piece in source:
-            yield piece
-
-
-def _collect(workdir: int, out: Path, policy: Policy, unchanged: Mapping[str, tuple[int, str]]) -> tuple[Artifact, ...]:
-    try:
-        return collect(workdir, out, policy.artifacts, unchanged)
-    except OSError as error:
-        raise FumehoodError(f"artifacts could not be saved: {error}", remedy="choose another output folder") from error
-    finally:
-        os.close(workdir)
-
-
-def _raw(text: str) -> bytes:
-    try:
-        return os.fsencode(text)
-    except UnicodeEncodeError:
-        raise PolicyError(f"{text!r:.200} cannot be given to a program: it holds a lone surrogate") from None
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _COUNT_MAX

@@ -76,6 +76,41 @@ class FileInfo:
     mode: int | None = None  # permission bits; not in a listing
 
 
+class Enclosure(Protocol):
+    """What a tier holds of a sandbox from outside, around the guest."""
+
+    def kill(self) -> None:
+        """Kill every process inside, at once, whatever they do. Idempotent; does not wait, does not raise."""
+        ...
+
+    async def wait_dead(self) -> None:
+        """Return when the last process inside is gone, and at once if it is gone already. After :meth:`kill`."""
+        ...
+
+    def usage(self) -> tuple[float | None, int | None]:
+        """CPU seconds used so far and peak memory in bytes, all processes together; None for what nobody counts.
+
+        Works from creation to release, also when every process is dead. Must not block.
+        """
+        ...
+
+    def memory_killed(self) -> bool:
+        """Whether the memory limit has killed a process inside."""
+        ...
+
+    def lost_reason(self) -> str:
+        """Why the guest is gone, as far as the tier can tell, for an error message; "" if it cannot."""
+        ...
+
+    def workdir_fd(self) -> int | None:
+        """A descriptor of the work folder, owned by the enclosure, good after death; None if it has none."""
+        ...
+
+    async def release(self) -> None:
+        """Remove cgroups, folders and descriptors. Called when all are dead. Idempotent."""
+        ...
+
+
 class Sandbox(Protocol):
     """One live boundary. Not safe for concurrent execs: a second exec while one runs raises RuntimeError."""
 

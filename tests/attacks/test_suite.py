@@ -58,7 +58,7 @@ def test_the_six_of_the_article_succeed_where_nothing_stops_them() -> None:
     assert {s.attack: f.verdict for s, f in found.items()} == {a.id: Verdict.BROKEN for a in ATTACKS[:6]}
 
 
-def test_killing_the_suite_kills_everything() -> None:
+def test_killing_the_suite_kills_everything(tmp_path: Path) -> None:
     """A suite in mid-attack is killed; its worker, the guard, the bystander and the program are gone soon."""
     procfs.become_subreaper()
     program = (
@@ -67,7 +67,9 @@ def test_killing_the_suite_kills_everything() -> None:
         "with Suite() as s: s.run([Spec('C16', 'none'), Spec('A4', 'none')], {a.id: a for a in ATTACKS})"
     )
     before = set(procfs.descendants())
-    suite = subprocess.Popen([sys.executable, "-c", program])
+    folder = tmp_path / "t"
+    folder.mkdir()
+    suite = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(folder)})
     try:
         deadline = time.monotonic() + 20
         while len(set(procfs.descendants()) - before) < 5 and time.monotonic() < deadline:
@@ -82,6 +84,7 @@ def test_killing_the_suite_kills_everything() -> None:
             alive = {k for k in alive if (p := procfs.process(k[0])) and p.alive and p.started == k[1]}
             time.sleep(0.02)
         assert alive == set()
+        assert list(folder.glob("fh-*")) == []
     finally:
         suite.kill()
         suite.wait()

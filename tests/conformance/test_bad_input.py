@@ -156,7 +156,7 @@ class TestFullPython:
                 "import builtins; builtins.__dict__.clear()",
                 "import os; os.write(3, b'fh' + bytes(100))",
                 "import socket; s = socket.socket(fileno=3); s.send(b'x' * 6)",
-                "import os; os.fork()",
+                "import os; pid = os.fork()",
             ):
                 sandbox.exec(program)
                 assert sandbox.exec("print('next')").stdout == "next\n", program

@@ -189,3 +189,8 @@ def test_artifacts_of_a_killed_program_are_there(runner_factory: RunnerFactory, 
     runner = runner_factory(Policy(limits=Limits(wall_s=1.0)))
     result = runner.run("open('f', 'w').write('x')\nwhile True: pass", out=tmp_path)
     assert result.timed_out and saved(result.artifacts) == {"f": b"x"}
+
+
+def test_a_folder_without_permissions_is_removed(runner: Runner, private_tmp: Path) -> None:
+    assert runner.run("import os\nos.mkdir('d')\nopen('d/f', 'w').close()\nos.chmod('d', 0)\nos.chmod('.', 0)").ok
+    assert list(private_tmp.iterdir()) == []

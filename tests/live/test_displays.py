@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("with_displays")
 @pytest.fixture
 def with_displays(features: Features) -> None:
     if not features.displays:
-        pytest.skip("the tier promises no displays; test_refusals.py sees them refused")
+        pytest.skip("the tier promises no displays; test_refused.py sees them refused")
 
 
 def shown(sandbox: LiveSandbox, code: str) -> list[dict[str, bytes]]:

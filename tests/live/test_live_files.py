@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("with_live_files")
 @pytest.fixture
 def with_live_files(features: Features) -> None:
     if not (features.live and features.files and features.background):
-        pytest.skip("the tier promises no files in live sandboxes; test_refusals.py sees them refused")
+        pytest.skip("the tier promises no files in live sandboxes; test_refused.py sees them refused")
 
 
 def pattern(size: int) -> Iterator[bytes]:

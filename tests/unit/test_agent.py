@@ -724,3 +724,99 @@ def test_remove_follows_no_link(guest: Guest, workdir: Path, tmp_path: Path) -> 
     (workdir / "tree/link").symlink_to(outside)
     assert "error" not in guest.ask("remove", b"tree")[0]
     assert (outside / "kept").exists()
+
+
+# --- displays, the background, terminals -----------------------------------------------------------------------------
+
+HELPER = Path(AGENT).with_name("displays.py").read_bytes()
+
+
+def rich(guest: Guest, code: str, **fields: Any) -> tuple[Done, bytes]:
+    """Run code that may display; its end, and what came over the pipe of displays."""
+    guest.ident += 1
+    env, body = b"A=1\0", code.encode()
+    fields = {"display_bytes": 1 << 20, "last": False, **fields}
+    header = {
+        "op": "exec", "id": guest.ident, "kind": "code", "name": f"<{guest.ident}>", "output_bytes": 1 << 20,
+        "overflow": "truncate", "stdin": False, "env_bytes": len(env), "helper_bytes": len(HELPER), "more": False,
+        "size": len(env) + len(HELPER) + len(body), **fields,
+    }  # fmt: skip
+    guest.send(header, env + HELPER + body)
+    pieces = {"out": b"", "err": b"", "display": b""}
+    while True:
+        header, piece = guest.receive()
+        assert header["id"] == guest.ident
+        if header["op"] == "done":
+            return Done(header, pieces["out"], pieces["err"]), pieces["display"]
+        pieces[header["op"]] += piece
+
+
+@last_or_live
+def test_displays_come_over_a_pipe_of_their_own(guest: Guest, last: bool) -> None:
+    done, shown = rich(guest, "print('out')\n'value'", last=last)
+    assert (done.status, done.out) == (0, b"out\n")
+    head, body = FRAME.unpack_from(shown)
+    assert json.loads(shown[8 : 8 + head])["types"] == [["text/plain", 7]] and shown[8 + head :] == b"'value'"
+    assert len(shown) == 8 + head + body
+    done, shown = rich(guest, "import os\nprint([f for f in os.listdir('/proc/self/fd') if int(f) > 4])")
+    assert shown == b"" and done.status == 0
+
+
+def test_displays_are_cut_at_their_budget(guest: Guest) -> None:
+    code = "import os\nfds = [int(f) for f in os.listdir('/proc/self/fd') if int(f) > 3]\nend = None\n"
+    code += "for fd in fds:\n    try:\n        while True: os.write(fd, b'x' * 65536)\n"
+    code += "    except OSError as error: end = error.errno\nprint(end)"
+    done, shown = rich(guest, code, display_bytes=300_000)
+    assert len(shown) == 300_000 and done.status == 0
+    assert rich(guest, "1")[1].endswith(b"1")
+
+
+def test_plain_execs_know_nothing_of_displays(guest: Guest) -> None:
+    assert guest.run("import os\nprint(len(os.listdir('/proc/self/fd')))\n1").out == b"5\n"  # 0 to 3 and the listing
+    assert guest.run("display(1)").status == 1
+
+
+def test_a_command_in_the_background(guest: Guest) -> None:
+    guest.begin(["sh", "-c", "echo on; read x; echo $x"], background=True, stdin=True)
+    first = guest.ident
+    seen = b""
+    while seen != b"on\n":
+        header, body = guest.receive()
+        assert header["id"] == first and header["op"] in ("out", "stdin")
+        seen += body
+    assert guest.run("print('beside')").out == b"beside\n"
+    guest.send({"op": "stdin", "id": first, "more": False}, b"word\n")
+    ends = [guest.receive() for _ in range(2)]
+    assert ends[0] == ({"op": "out", "id": first}, b"word\n") and ends[1][0]["status"] == 0
+    guest.begin(["sleep", "600"], background=True)
+    guest.send({"op": "signal", "id": guest.ident, "number": signal.SIGKILL})
+    guest.send({"op": "signal", "id": 12345, "number": signal.SIGKILL})
+    assert guest.end().status == -signal.SIGKILL
+
+
+def test_the_folder_of_a_command(guest: Guest, workdir: Path) -> None:
+    (workdir / "sub").mkdir()
+    guest.ident += 1
+    env, folder, arguments = b"A=1\0", b"sub", b"pwd\0"
+    header = {
+        "op": "exec", "id": guest.ident, "kind": "command", "output_bytes": 1 << 20, "stdin": False, "more": False,
+        "env_bytes": len(env), "cwd_bytes": len(folder), "size": len(env + folder + arguments),
+    }  # fmt: skip
+    guest.send(header, env + folder + arguments)
+    assert guest.end().out.endswith(b"/work/sub\n")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"helper_bytes": 100},
+        {"helper_bytes": -1},
+        {"rows": 24},
+        {"rows": 24, "columns": "80"},
+        {"helper_bytes": 1, "display_bytes": None},
+    ],
+)
+def test_fields_that_do_not_fit_end_the_agent(guest: Guest, header: dict[str, Any]) -> None:
+    fields = {"op": "exec", "id": 1, "kind": "code", "output_bytes": 1, "env_bytes": 0, "size": 5, "more": False}
+    guest.send({**fields, **header}, b"12345")
+    assert guest.receive()[0]["op"] == "fatal"

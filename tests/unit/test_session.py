@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 import fumehood.guest.agent as agent_module
-from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, StartError
-from fumehood.model import Boundary, Code, Command, Limits, Outcome, Policy, Receipt
+import fumehood.session as session_module
+from fumehood import tar
+from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, StartError, UnsupportedError
+from fumehood.model import Boundary, Code, Command, Display, Limits, Outcome, Policy, Receipt
 from fumehood.session import Ending, GuestSandbox, decide
 from fumehood.wire import Channel, encode
 
@@ -575,3 +577,93 @@ def test_file_operation_of_a_silent_guest_ends_at_the_deadline(tmp_path: Path) -
         assert enclosure.kills
 
     lying(tmp_path, body, wall_s=0.2)
+
+
+def display(body: bytes, ident: int = 1) -> bytes:
+    return say({"op": "display", "id": ident}, body)
+
+
+def test_guest_that_floods_with_displays(tmp_path: Path) -> None:
+    async def body(sandbox: GuestSandbox, enclosure: TreeEnclosure, guest: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        running = asyncio.ensure_future(sandbox.exec(Code("1")))
+        await asyncio.sleep(0)
+        whole = struct.pack("!II", 32, 500_000) + b'{"types":[["text/html",500000]]}' + b"x" * 500_000
+        await loop.sock_sendall(guest, READY + display(whole, ident=7))
+        for _ in range(40):
+            await loop.sock_sendall(guest, display(whole))
+        await loop.sock_sendall(guest, say(DONE))
+        result = await running
+        held = sum(len(form) for d in result.displays for form in d.data.values())
+        assert 0 < held <= Limits().display_bytes and result.displays_truncated
+        assert result.outcome is Outcome.EXITED
+
+    lying(tmp_path, body)
+
+
+def test_displays_that_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
+    async def body(sandbox: GuestSandbox, enclosure: TreeEnclosure, guest: socket.socket) -> None:
+        running = asyncio.ensure_future(sandbox.exec(Code("1", displays=False)))
+        await asyncio.sleep(0)
+        item = struct.pack("!II", 27, 1) + b'{"types":[["text/html",1]]}x'
+        guest.sendall(READY + display(item) + say(DONE))
+        result = await running
+        assert (result.displays, result.displays_truncated) == ((), False)
+
+    lying(tmp_path, body)
+
+
+def test_guest_that_reports_no_end_is_killed_after_the_deadline(tmp_path: Path) -> None:
+    async def body(sandbox: GuestSandbox, enclosure: TreeEnclosure, guest: socket.socket) -> None:
+        guest.sendall(READY)
+        result = await sandbox.exec(Code("1"))
+        assert result.outcome is Outcome.WALL and enclosure.kills
+        assert result.seconds >= 0.2 + 2 * session_module.GRACE_S
+        with pytest.raises(ClosedError):
+            await sandbox.exec(Code("1"))
+
+    lying(tmp_path, body, wall_s=0.2)
+
+
+def test_a_display_sink_that_raises_kills_the_sandbox(tmp_path: Path) -> None:
+    class Sink:
+        def __call__(self, stream: str, data: bytes) -> None: ...
+
+        def display(self, display: Display) -> None:
+            raise LookupError("sink")
+
+    async def body(open_one: Open) -> None:
+        sandbox, enclosure = open_one()
+        with pytest.raises(LookupError, match="sink"):
+            await sandbox.exec(Code("display(1)\nwhile True: pass"), sink=Sink())
+        assert enclosure.kills
+
+    with_sandboxes(body, tmp_path)
+
+
+def test_another_guest_than_the_agent_is_asked_for_nothing_more(tmp_path: Path) -> None:
+    async def body(open_one: Open) -> None:
+        sandbox, _ = open_one()
+        sandbox.guest_is_agent = False
+        assert (await sandbox.exec(Code("1"))).displays == ()
+        for program in (Code("1", displays=True), Code("1", context="b"), Command(("true",), cwd="x")):
+            with pytest.raises(UnsupportedError):
+                await sandbox.exec(program)
+        with pytest.raises(UnsupportedError):
+            await sandbox.start(Code("1"))
+
+    with_sandboxes(body, tmp_path)
+
+
+def test_an_import_names_what_it_refuses(tmp_path: Path) -> None:
+    async def body(open_one: Open) -> None:
+        sandbox, _ = open_one()
+        with pytest.raises(FileError, match="tar header"):
+            await sandbox.import_tar([b"no tar" * 200])
+        with pytest.raises(FileError, match="relative path"):
+            await sandbox.import_tar([tar.file("../out", 0)])
+        with pytest.raises(FileError, match="ends within"):
+            await sandbox.import_tar([tar.file("ok", 0) + tar.file("cut", 5) + b"12"])
+        assert [f.path for f in await sandbox.list_files()] == ["ok"]
+
+    with_sandboxes(body, tmp_path)

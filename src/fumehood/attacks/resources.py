@@ -212,15 +212,15 @@ time.sleep(0.5)
         watch.files_over(40 * MiB), proves=("disk",), limits=_ROOM,
     ),
     Attack(
-        "A22", _G, "5,000 empty files, which fill the table of inodes and not the disk",
+        "A22", _G, "1,500 empty files, which fill the table of inodes and not the disk",
         """
 os.mkdir("flood")
 with trying:
-    for number in range(5000):
+    for number in range(1500):
         os.close(os.open("flood/%d" % number, os.O_CREAT | os.O_WRONLY))
 hold()
 """,
-        watch.entries_over("flood", 2000), proves=("disk",), limits={"files": 1000},
+        watch.entries_over("flood", 1000), proves=("disk",), limits={"files": 500, "wall_s": 20.0},
     ),
     Attack(
         "A24", _G, "a tree of 3,000 folders, each within the last",

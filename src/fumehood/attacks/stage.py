@@ -59,6 +59,10 @@ def python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
+#: Folders of stages that are not closed, for whoever ends this process in a hurry.
+LIVE: set[Path] = set()
+
+
 class Listener:
     """A service on the host. It greets with a canary, and its log is the evidence."""
 
@@ -109,6 +113,7 @@ class Stage:
         short = len(tempfile.gettempdir()) <= _FOLDER_CHARACTERS_MAX
         self.folder = Path(tempfile.mkdtemp(prefix=f"fh-{self.token}-", dir=None if short else "/tmp"))
         self.folder.chmod(0o755)
+        LIVE.add(self.folder)
         self._stack = contextlib.ExitStack()
         try:
             self._files()
@@ -320,6 +325,7 @@ class Stage:
         """Remove everything."""
         self._stack.close()
         remove_tree(self.folder)
+        LIVE.discard(self.folder)
 
 
 def remove_tree(folder: Path) -> None:

@@ -14,7 +14,8 @@ ARGUMENTS = ("-I", "-c", "pass")
 def once(arguments: tuple[str, ...] = ARGUMENTS) -> float:
     """Start it and wait for its end; the seconds that took. Raises CalledProcessError."""
     began = time.perf_counter()
-    subprocess.run([base_python(), *arguments], stdin=subprocess.DEVNULL, check=True)
+    nowhere = subprocess.DEVNULL
+    subprocess.run([base_python(), *arguments], stdin=nowhere, stdout=nowhere, check=True)
     return time.perf_counter() - began
 
 

@@ -72,6 +72,8 @@ def run(source: bytes, name: str, namespace: dict[str, Any]) -> None:
     """Run a program, display its last value and the figures that it left open. Raises what the program raises."""
     _State.names.add(name)
     body, last = _compile(source, name)
+    if (body.co_flags | (last.co_flags if last is not None else 0)) & CO_COROUTINE:
+        _make_loop()  # now, so that an interrupt of the program does not find it half made
     try:
         _evaluate(body, namespace)
         if last is not None:
@@ -111,8 +113,7 @@ def _await(coroutine: Any) -> Any:
     """Run a program that awaits, in the one event loop of this interpreter; what it left running goes on with it."""
     import asyncio
 
-    if _State.loop is None or _State.loop.is_closed():
-        _State.loop = asyncio.new_event_loop()
+    _make_loop()
     task = _State.loop.create_task(coroutine)
     try:
         return _State.loop.run_until_complete(task)
@@ -124,6 +125,13 @@ def _await(coroutine: Any) -> Any:
             except asyncio.CancelledError:
                 pass
         raise
+
+
+def _make_loop() -> None:
+    import asyncio
+
+    if _State.loop is None or _State.loop.is_closed():
+        _State.loop = asyncio.new_event_loop()
 
 
 def keep_user_frames(error: BaseException) -> None:

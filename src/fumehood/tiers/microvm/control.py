@@ -39,12 +39,16 @@ class Control:
         self.oom_kills = 0
         end.setblocking(False)
 
-    def post(self, operation: str, **fields: object) -> None:
-        """Ask init for something. Raises StartError."""
+    def send(self, message: bytes) -> None:
+        """Send init a message as it is. Raises StartError."""
         try:
-            self._end.sendall(json.dumps({"op": operation, **fields}).encode() + b"\n")
+            self._end.sendall(message)
         except OSError as error:
             raise StartError(f"the guest takes no orders: {error}", tier="microvm") from None
+
+    def post(self, operation: str, **fields: object) -> None:
+        """Ask init for something. Raises StartError."""
+        self.send(json.dumps({"op": operation, **fields}).encode() + b"\n")
 
     def hear(self) -> None:
         """Take in what has come, without waiting."""

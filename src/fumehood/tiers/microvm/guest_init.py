@@ -4,16 +4,18 @@ Runs inside the guest only, as root of a kernel that nobody shares, before and b
 it reads no file that a program can write, follows no link, and what it sends of the work folder is bounded by the
 host. Imports nothing beyond the standard library and the modules of this package that the image carries.
 
-Lines on the control port, JSON objects of at most LINE_MAX bytes. From the host::
+On the control port come first, from the host, one message each: ``BECOME`` with what follows it. Kind ``LIMITS``,
+before the snapshot, sets what most sandboxes will ask for; ``ADOPT`` makes the machine one certain sandbox. The JSON
+object behind it is what limits differ, or nothing. To both the answer is a line::
 
-    limits     limits: before the snapshot, what most sandboxes will ask for
-    adopt      entropy(hex) time_ns fresh limits
+    adopted    memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
+
+From then on lines are JSON objects of at most LINE_MAX bytes. From the host::
+
     export     entries bytes
 
 and to the host::
 
-    held       memory_bytes pids disk_bytes inodes rlimits: what the guest's kernel holds now
-    adopted    the same, and kernel
     spent      memory_peak_bytes oom_kills, before every end of a program
     entry      path(hex) kind(f d l p s, x for a file that is not sent) mode size target(hex) same(hex) runs
     exported   truncated
@@ -87,6 +89,13 @@ ENVIRONMENT = "/opt/env"
 #: A fork copies one thread, so nothing that is preloaded may start another: libraries that would have this form.
 ENVIRONMENT_OF_IMPORTS = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 ENVIRONMENT_OF_IMPORTS["MPLCONFIGDIR"] = "/tmp"
+#: The first message: kind, fresh, time_ns, entropy, bytes of JSON that follow.
+BECOME = struct.Struct("<c?q48sI")
+LIMITS, ADOPT = b"L", b"A"
+ENTROPY_HEAD = struct.pack("ii", 8 * 48, 48)  # struct rand_pool_info of <linux/random.h>
+_READY = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
+READY = agent.FRAME.pack(len(_READY), 0) + _READY
+SPENT = b'{"op":"spent","memory_peak_bytes":%d,"oom_kills":%d}\n'
 KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
 RUNS_MAX = 1024
 _PATH_MAX = 4000
@@ -199,7 +208,7 @@ class GuestAgent(agent.Agent):
 
     def finish(self, now: agent.Exec, status: int, dead: bool = False) -> None:
         if not self.rehearsing:
-            report_spent(*self.spent)
+            report_spent(*self.spent, status)
         super().finish(now, status, dead)
 
 
@@ -212,7 +221,7 @@ class Service:
         self.imports = imports
         self.pid = 0
         self.limits: dict[str, Any] = {}
-        self.held: dict[str, object] = {}  # what the kernel said of them
+        self.answer = b"\n"  # what the kernel said of them
         self.work = -1  # the work folder, which outlives the programs as long as this is open
 
     def start(self, *, fresh: bool) -> None:
@@ -250,8 +259,6 @@ class Service:
 
     def hold(self, limits: dict[str, Any]) -> None:
         """Set the limits that differ from those in force, and read all of them back."""
-        if limits == self.limits:
-            return
         old, self.limits = self.limits, limits
         if limits["memory_bytes"] != old.get("memory_bytes"):
             write(f"{CGROUP}/memory.max", str(limits["memory_bytes"]))
@@ -266,13 +273,15 @@ class Service:
                     resource.prlimit(pid, getattr(resource, "RLIMIT_" + name), (value, value))
         scratch = os.statvfs(f"/proc/{self.pid}/root{SCRATCH}")
         kinds = {name: getattr(resource, "RLIMIT_" + name) for name in limits["rlimits"]}
-        self.held = {
+        held: dict[str, object] = {
+            "op": "adopted",
             "memory_bytes": int(read(f"{CGROUP}/memory.max")),
             "pids": int(read(f"{CGROUP}/pids.max")),
             "disk_bytes": scratch.f_blocks * scratch.f_frsize,
             "inodes": scratch.f_files,
             "rlimits": {name: resource.prlimit(self.pid, kind)[1] for name, kind in kinds.items()},
         }
+        self.answer = json.dumps(held).encode() + b"\n"
 
     def end(self) -> None:
         """Kill the agent and with it every program: PID 1 of a namespace is gone last of all in it."""
@@ -363,9 +372,13 @@ def reseed_on_first_program() -> None:
     agent._receive = receive_and_reseed
 
 
-def report_spent(control: int, peak: int, events: int) -> None:
-    kills = next((line for line in os.pread(events, 4096, 0).split(b"\n") if line.startswith(b"oom_kill ")), b"x 0")
-    say(control, {"op": "spent", "memory_peak_bytes": int(os.pread(peak, 64, 0)), "oom_kills": int(kills.split()[1])})
+def report_spent(control: int, peak: int, events: int, status: int) -> None:
+    """Tell the host the peak of memory and, if the program was killed, how many the kernel killed for memory."""
+    kills = 0
+    if status == -signal.SIGKILL:
+        found = [line for line in os.pread(events, 4096, 0).split(b"\n") if line.startswith(b"oom_kill ")]
+        kills = int(found[0].split()[1]) if found else 0
+    put(control, SPENT % (int(os.pread(peak, 64, 0)), kills))
 
 
 # --- the control port ------------------------------------------------------------------------------------------------
@@ -422,23 +435,38 @@ def tell_of_end(service: Service) -> None:
         pass  # it does not listen any more
 
 
-def adopt(asked: dict[str, Any], service: Service) -> None:
-    """Become one certain sandbox: entropy, clock, limits. What the kernel holds then is the answer."""
-    entropy = bytes.fromhex(asked["entropy"])
-    with open("/dev/random", "rb", buffering=0) as file:
-        fcntl.ioctl(file, _RNDADDENTROPY, struct.pack("ii", 8 * len(entropy), len(entropy)) + entropy)
-        fcntl.ioctl(file, _RNDRESEEDCRNG)
-    time.clock_settime_ns(time.CLOCK_REALTIME, asked["time_ns"])
-    if asked["fresh"]:
-        service.end()
-        service.start(fresh=True)
-    service.hold(asked["limits"])
-    say(service.control, {"op": "adopted", "kernel": os.uname().release, **service.held})
-    if not asked["fresh"]:
-        # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls between no
-        # two of its frames.
-        header = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
-        put(service.port, agent.FRAME.pack(len(header), 0) + header)
+def become_sandbox(service: Service) -> None:
+    """Take the host's first messages, until one says which sandbox this machine is.
+
+    A clone without hardware virtualisation pays for every path of code that it enters, in Python and in the kernel,
+    some ten microseconds for each block of it. So what most clones do is fixed in size and prepared beforehand: they
+    read once, ask the kernel for three things, and write twice.
+    """
+    with open("/dev/random", "rb", buffering=0) as device:
+        while True:
+            message = os.read(service.control, LINE_MAX)
+            if not message:
+                time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
+                continue
+            kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
+            if kind == ADOPT:
+                fcntl.ioctl(device, _RNDADDENTROPY, ENTROPY_HEAD + entropy)
+                fcntl.ioctl(device, _RNDRESEEDCRNG)
+                time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
+                if fresh:
+                    service.end()
+                    service.start(fresh=True)
+            if size:
+                while len(message) < BECOME.size + size:
+                    message += os.read(service.control, LINE_MAX)
+                service.hold(json.loads(message[BECOME.size :]))
+            os.write(service.control, service.answer)
+            if kind == ADOPT:
+                if not fresh:
+                    # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls
+                    # between no two of its frames.
+                    os.write(service.port, READY)
+                return
 
 
 def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
@@ -522,15 +550,9 @@ def written_runs(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 def serve(service: Service) -> None:
     """Answer the host until the agent ends."""
-    adopted = False
+    become_sandbox(service)
     for asked in lines(service):
-        if asked["op"] == "limits" and not adopted:
-            service.hold(asked["limits"])
-            say(service.control, {"op": "held", **service.held})
-        elif asked["op"] == "adopt" and not adopted:
-            adopted = True
-            adopt(asked, service)
-        elif asked["op"] == "export":
+        if asked["op"] == "export":
             export(asked, service)
 
 

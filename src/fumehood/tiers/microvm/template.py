@@ -26,6 +26,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ BOOT_TIMEOUT_S = 240.0
 _SAVE_TIMEOUT_S = 60.0
 _STATE_BYTES_MAX = 64 * MiB
 _PIECE = 1 * MiB
+_BECOME = struct.Struct("<c?q48sI")  # as in guest_init.py, which is not loaded here
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 #: Inside, CPU time goes on while the host lets others run, so it is no measure: the supervisor counts and kills. There
@@ -154,6 +156,17 @@ def inside(limits: Limits) -> dict[str, object]:
     return {**whole, "files": limits.files, "rlimits": rlimits}
 
 
+def adoption(limits: Limits, *, fresh: bool) -> bytes:
+    """What init is told of the sandbox that its machine becomes: entropy, the clock, limits unlike the template's."""
+    different = fresh or inside(limits) != inside(Limits())
+    return _become(b"A", fresh=fresh, limits=limits if different else None)
+
+
+def _become(kind: bytes, *, fresh: bool = False, limits: Limits | None) -> bytes:
+    follows = json.dumps(inside(limits)).encode() if limits is not None else b""
+    return _BECOME.pack(kind, fresh, time.time_ns(), os.urandom(48), len(follows)) + follows
+
+
 async def obtain(recipe: Recipe, jail: JailTier, progress: Callable[[str], None] = lambda line: None) -> Template:
     """The template for ``recipe``: from the cache if it is there, whole and young enough, or else booted now.
 
@@ -216,7 +229,7 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
             started = await machine.start(jail, limits, recipe.shape, arguments, fds)
             try:
                 await _until_ready(started)
-                started.control.post("limits", limits=inside(Limits()))
+                started.control.send(_become(b"L", limits=Limits()))
                 await asyncio.wait_for(started.control.line(), _SAVE_TIMEOUT_S)
                 state = await _saved_state(started)
             finally:

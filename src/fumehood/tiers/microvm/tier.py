@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import time
 from functools import lru_cache
 
 from fumehood import environments
 from fumehood.environments import Environment
 from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError, UnsupportedError
-from fumehood.model import Boundary, Code, Limits, Policy
+from fumehood.model import Boundary, Code, Policy
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail.tier import JailTier
@@ -22,13 +21,12 @@ from fumehood.tiers.microvm.template import Recipe, Template
 from fumehood.wire import Channel
 
 ENV = {"PATH": "/opt/env/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
-ENTROPY_BYTES = 48
-
 #: What a warm sandbox has run: programs that leave no name behind. The emulator translates code when it first runs.
 REHEARSALS = (
     "print(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]})",
     "print(1)",
     "(lambda: print(__import__('json').dumps({'a': [1, 2.5, None]})))()",
+    "(lambda os: os.fork() and os.wait())(__import__('os'))",  # the child goes through the end of an interpreter
 )
 READY_TIMEOUT_S = 60.0
 _BUILD = "fumehood image build python --engine microvm"
@@ -134,7 +132,7 @@ class MicrovmTier:
         sandbox: MachineSandbox | None = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                started.control.post("adopt", **adoption(policy.limits, fresh=self._fresh))
+                started.control.send(template.adoption(policy.limits, fresh=self._fresh))
                 await started.monitor.restore(qemu.STATE_FD)
                 receipt = posture.receipt(await started.control.line(), policy, made, started.receipt)
             enclosure = MachineEnclosure(started, policy.limits)
@@ -185,12 +183,6 @@ class MicrovmTier:
         if self._jail is not None:
             jail, self._jail = self._jail, None
             await jail.close()
-
-
-def adoption(limits: Limits, *, fresh: bool) -> dict[str, object]:
-    """What init is told of the sandbox that its machine becomes."""
-    entropy = os.urandom(ENTROPY_BYTES).hex()
-    return {"entropy": entropy, "time_ns": time.time_ns(), "limits": template.inside(limits), "fresh": fresh}
 
 
 def _check_fit(environment: Environment, image: Image) -> None:
