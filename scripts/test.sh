@@ -6,4 +6,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test,dev
+.venv/bin/fumehood env build --wasm # compiled ahead, once: a minute and more
 exec .venv/bin/python -m tests.services run -- .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"

@@ -104,11 +104,12 @@ def async_runner_factory(tier_name: str) -> Callable[..., AsyncRunner]:
 
 
 @pytest.fixture
-def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def private_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of its own for everything that the supervisor keeps in temporary files, so that it can be counted.
 
     It must be passable by all, since sandboxes started by root run as other users.
     """
+    tmp_path_factory.getbasetemp()  # before this folder is the one for temporary files
     folder = tempfile.mkdtemp(prefix="fumehood-test-")
     os.chmod(folder, 0o755)
     monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -121,7 +121,7 @@ def _number(owner: str, name: str, value: object, low: float, high: float, whole
 class Limits:
     """What one sandbox may use. Every limit is for the whole sandbox unless it says "each"."""
 
-    wall_s: float = 10.0  # per exec; the sandbox is killed
+    wall_s: float = 10.0  # per exec; the sandbox is killed (a live one is interrupted first)
     cpu_s: float = 10.0  # CPU seconds of all processes together; the sandbox is killed
     cpus: float = 1.0  # CPU seconds per second; slower beyond it
     memory_bytes: int = 256 * MiB  # files in the sandbox included; beyond it a process is killed

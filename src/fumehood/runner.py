@@ -72,6 +72,7 @@ class AsyncRunner:
         if warm:
             self.tier = Pool(self.tier, size=warm)
         self._closed = False
+        self._sandboxes: set[Sandbox] = set()
 
     async def run(
         self,
@@ -99,10 +100,10 @@ class AsyncRunner:
                 await sandbox.write_file(path, data)
             result = await sandbox.exec(wanted, stdin=stdin, sink=sink, last=True)
         except BaseException:
-            await sandbox.close()
+            await self._destroy(sandbox)
             raise
         try:
-            artifacts = await sandbox.close(out=out)
+            artifacts = await self._destroy(sandbox, out)
         except FumehoodError as error:  # the program has run: its result is not lost because the disk is full
             artifacts = (Artifact(".", 0, skipped=error.message),)
         return replace(result, artifacts=artifacts) if artifacts else result
@@ -117,7 +118,7 @@ class AsyncRunner:
         try:
             yield sandbox
         finally:
-            await sandbox.close()
+            await self._destroy(sandbox)
 
     async def _open(self, idle_s: float | None, lifetime_s: float | None) -> FullSandbox:
         require(self.tier, self.policy, live=True)
@@ -153,11 +154,21 @@ class AsyncRunner:
     async def _create(self) -> Sandbox:
         if self._closed:
             raise ClosedError("the runner is closed", tier=self.tier.name)
-        return await self.tier.create(self.policy)
+        sandbox = await self.tier.create(self.policy)
+        self._sandboxes.add(sandbox)
+        if self._closed:  # meanwhile
+            await self._destroy(sandbox)
+            raise ClosedError("the runner is closed", tier=self.tier.name)
+        return sandbox
+
+    async def _destroy(self, sandbox: Sandbox, out: Path | None = None) -> tuple[Artifact, ...]:
+        self._sandboxes.discard(sandbox)
+        return await sandbox.close(out=out)
 
     async def close(self) -> None:
-        """Release the tier's templates. Idempotent."""
+        """Destroy the sandboxes, whose runs end in OutcomeUnknownError, and the tier's templates. Idempotent."""
         self._closed = True
+        await asyncio.gather(*(self._destroy(sandbox) for sandbox in tuple(self._sandboxes)), return_exceptions=True)
         await self.tier.close()
 
     async def __aenter__(self) -> AsyncRunner:
@@ -167,6 +178,10 @@ class AsyncRunner:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+#: How long a portal waits for the tasks of its loop to end: what they wait for is killed already.
+SETTLE_S = 10.0
 
 
 class _Portal:
@@ -194,16 +209,19 @@ class _Portal:
 
     def stop(self) -> None:
         if self._thread.is_alive():
+            # Runs of other threads have lost their sandboxes; their threads wait for what they still have to say.
+            asyncio.run_coroutine_threadsafe(_settle(everything=True), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
 
-async def _settle() -> None:
-    """Wait for the other tasks of this loop that are being cancelled."""
-    waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and task.cancelling()]
+async def _settle(everything: bool = False) -> None:
+    """Wait for the other tasks of this loop that are being cancelled, or for all, but not for ever."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    waiting = [task for task in others if everything or task.cancelling()]
     if waiting:
-        await asyncio.wait(waiting)
+        await asyncio.wait(waiting, timeout=SETTLE_S)
 
 
 class LiveProgram:
@@ -423,7 +441,8 @@ class Runner:
         try:
             yield LiveSandbox(self._portal, sandbox)
         finally:
-            self._portal.call(sandbox.close())
+            with contextlib.suppress(ClosedError):  # the runner was closed in the block, and the sandbox with it
+                self._portal.call(self._core._destroy(sandbox))
 
     def close(self) -> None:
         """Release everything. Idempotent."""

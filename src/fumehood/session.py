@@ -71,6 +71,8 @@ PENDING_MAX = 4 << 20
 #: that end before the sandbox is. A choice: long enough for ``finally`` blocks, short beside the default deadline.
 GRACE_S = 2.0
 
+READY_MAX_S = 10.0  # from a sealed sandbox to an agent that serves; milliseconds on a quiet machine
+
 
 class GuestSandbox(GuestFiles):
     """A :class:`~fumehood.tier.FullSandbox` over a channel to the guest agent and an enclosure. See the module.
@@ -220,7 +222,7 @@ class GuestSandbox(GuestFiles):
         """Hand the program over and see it to its end."""
         limits = self._policy.limits
         started = self._loop.time()
-        run.timers.append(self._loop.call_later(limits.wall_s, self._deadline, run))
+        self._start_clock(run)
         if (limits.cpu_s - self._cpu_used) < limits.wall_s * self._cpu_rate:
             self._watch_cpu()
         handed_over = False
@@ -360,6 +362,15 @@ class GuestSandbox(GuestFiles):
         if not run.done.done():
             run.imposed = outcome
             self._kill(f"the limit was reached: {outcome.value}")
+
+    def _start_clock(self, run: Run) -> None:
+        """The program's time begins when the guest can run it; a guest that is never ready has its own limit."""
+        wall_s = self._policy.limits.wall_s
+        if self._ready.done():
+            run.timers.append(self._loop.call_later(wall_s, self._deadline, run))
+            return
+        run.timers.append(self._loop.call_later(wall_s + READY_MAX_S, self._deadline, run))
+        self._ready.add_done_callback(lambda _: None if run.done.done() else self._start_clock(run))
 
     def _deadline(self, run: Run) -> None:
         """The wall clock has reached its limit."""

@@ -450,9 +450,9 @@ def become_sandbox(service: Service) -> None:
                 continue
             kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
             if kind == ADOPT:
+                time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
                 fcntl.ioctl(device, _RNDADDENTROPY, ENTROPY_HEAD + entropy)
                 fcntl.ioctl(device, _RNDRESEEDCRNG)
-                time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
                 if fresh:
                     service.end()
                     service.start(fresh=True)

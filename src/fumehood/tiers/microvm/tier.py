@@ -132,8 +132,8 @@ class MicrovmTier:
         sandbox: MachineSandbox | None = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                started.control.send(template.adoption(policy.limits, fresh=self._fresh))
                 await started.monitor.restore(qemu.STATE_FD)
+                started.control.send(template.adoption(policy.limits, fresh=self._fresh))  # now, for it tells the time
                 receipt = posture.receipt(await started.control.line(), policy, made, started.receipt)
             enclosure = MachineEnclosure(started, policy.limits)
             fd = started.agent.detach()
