@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +62,19 @@ def python() -> str:
 
 #: Folders of stages that are not closed, for whoever ends this process in a hurry.
 LIVE: set[Path] = set()
+_REMOVING = threading.Lock()
+
+
+def remove_all() -> None:
+    """Remove the folders of all stages of this process, which is about to end. Another thread may be closing one."""
+    for folder in list(LIVE):
+        _forget(folder)
+
+
+def _forget(folder: Path) -> None:
+    with _REMOVING:
+        remove_tree(folder)
+        LIVE.discard(folder)
 
 
 class Listener:
@@ -324,8 +338,7 @@ class Stage:
     def close(self) -> None:
         """Remove everything."""
         self._stack.close()
-        remove_tree(self.folder)
-        LIVE.discard(self.folder)
+        _forget(self.folder)
 
 
 def remove_tree(folder: Path) -> None:

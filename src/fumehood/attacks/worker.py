@@ -23,7 +23,7 @@ from fumehood.attacks.engine import face, make_control
 from fumehood.attacks.model import Attack, Finding
 from fumehood.attacks.orphan import face_orphan
 from fumehood.attacks.prelude import compose
-from fumehood.attacks.stage import LIVE, Stage, python, remove_tree
+from fumehood.attacks.stage import Stage, python, remove_all
 from fumehood.model import Code, Policy
 from fumehood.tier import Tier
 
@@ -102,8 +102,7 @@ def _lifeline() -> None:
         while os.read(0, 1):
             pass
     guard.kill_all()
-    for folder in list(LIVE):
-        remove_tree(folder)
+    remove_all()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

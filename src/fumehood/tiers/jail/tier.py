@@ -52,6 +52,8 @@ StartedBare = tuple[socket.socket, PidfdEnclosure, Receipt]
 
 #: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
 Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
+#: What makes a sandbox fit a policy: its zygote, its limits, and what its receipt says of output.
+Kind = tuple[Key, Limits, str]
 _BARE: Key = (None, (), ())
 
 
@@ -82,7 +84,8 @@ class JailTier:
         self._zygotes: dict[Key, Zygote] = {}
         self._starting: dict[Key, asyncio.Task[Zygote]] = {}
         self._ahead: _Seat | None = None
-        self._ahead_kind: tuple[Key, Limits] | None = None
+        self._ahead_kind: Kind | None = None
+        self._wish: tuple[Kind, Policy] | None = None
         self._making = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -133,24 +136,18 @@ class JailTier:
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
     async def _start(self, policy: Policy, warm: bool) -> StartedBare:
-        key = _key(policy)
-        seat = None if warm else self._take_seat((key, policy.limits))
+        kind = (_key(policy), policy.limits, policy.overflow)
+        seat = None if warm else self._take_ahead(kind)
         if seat is None:
-            seat = await self._make_seat(key, policy.limits, warm)
-        self._keep_ahead(key, policy.limits, warm)
-        try:
-            await handshake(seat.end, seat.enclosure, tier=self.name)
-            receipt = self._receipt(seat, policy)
-            if "memory" not in seat.hard:
-                seat.enclosure.poll_memory(policy.limits.memory_bytes)
-            seat.end.setblocking(False)
-            return seat.end, seat.enclosure, receipt
-        except BaseException:
-            await asyncio.shield(seat.discard())
-            raise
+            seat = await self._make_seat(kind[0], policy, warm)
+        self._keep_ahead(kind, policy, warm)
+        if "memory" not in seat.hard:
+            seat.enclosure.poll_memory(policy.limits.memory_bytes)
+        return seat.end, seat.enclosure, seat.receipt
 
-    async def _make_seat(self, key: Key, limits: Limits, warm: bool, *, patient: bool = False) -> _Seat:
-        """A first process in its cgroup that waits for the word. ``patient`` makes way for what runs meanwhile."""
+    async def _make_seat(self, key: Key, policy: Policy, warm: bool, *, patient: bool = False) -> _Seat:
+        """A sandbox, sealed, in its cgroup, its receipt read. ``patient`` makes way for what runs meanwhile."""
+        limits = policy.limits
         zygote = await self._zygote(key)
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
@@ -169,12 +166,14 @@ class JailTier:
         try:
             spawned = await request.answer()
             enclosure = self._enclose(zygote, spawned, group)
-            seat = _Seat(ours, enclosure, zygote, spawned, group, hard, rlimits)
             if warm or patient:  # a thread waits for the kernel's grace period; this loop serves others meanwhile
                 await asyncio.to_thread(_enter, spawned.pid, group, limits, hard)
             else:
                 _enter(spawned.pid, group, limits, hard)
-            return seat
+            await handshake(ours, enclosure, tier=self.name)
+            receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
+            ours.setblocking(False)
+            return _Seat(ours, enclosure, receipt, zygote, hard)
         except BaseException:
             ours.close()
             if enclosure is None:
@@ -190,16 +189,24 @@ class JailTier:
             spawned.pidfd,
             group,
             cpu_after_death=lambda: zygote.exited(spawned.ident),
-            forget=lambda: zygote.forget(spawned.ident),
+            forget=lambda: self._after(zygote, spawned),
             bury=self._bury,
         )
+
+    def _after(self, zygote: Zygote, spawned: Spawned) -> None:
+        """A sandbox is over: forget it, and make the one that was wished for."""
+        zygote.forget(spawned.ident)
+        wish, self._wish = self._wish, None
+        if wish is not None and self._ahead is None and not self._making and not self._closed:
+            self._making = True
+            self._spawn_task(self._make_ahead(*wish))
 
     def _bury(self, group: Cgroup) -> None:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
         self._spawn_task(_removed(group))
 
-    def _take_seat(self, kind: tuple[Key, Limits]) -> _Seat | None:
-        """The seat that was made ahead, if it is of this kind and lives. What does not fit is thrown away."""
+    def _take_ahead(self, kind: Kind) -> _Seat | None:
+        """The sandbox that was made ahead, if it is of this kind and lives. What does not fit is thrown away."""
         seat, self._ahead = self._ahead, None
         if seat is None:
             return None
@@ -208,26 +215,24 @@ class JailTier:
         self._spawn_task(seat.discard())
         return None
 
-    def _keep_ahead(self, key: Key, limits: Limits, warm: bool) -> None:
-        """Have one more seat made beside the program that is about to run, if there was a program like it before.
+    def _keep_ahead(self, kind: Kind, policy: Policy, warm: bool) -> None:
+        """Have the next sandbox made when this one is over, if there was a program like it before.
 
-        Moving a process into a cgroup can wait for a grace period of the kernel's, 10 ms and more after some quiet:
-        with one made ahead, the next run does not meet it.
+        See docs/decisions/0006: the wait for a grace period of the kernel's, which moving a process into a cgroup can
+        need, is then met by nobody.
         """
-        usual = not warm and self._guest is AGENT and not self._closed
-        again, self._ahead_kind = self._ahead_kind == (key, limits), (key, limits)
-        if usual and again and self._ahead is None and not self._making:
-            self._making = True
-            self._spawn_task(self._make_ahead(key, limits))
+        usual = not warm and self._guest is AGENT
+        again, self._ahead_kind = self._ahead_kind == kind, kind
+        self._wish = (kind, policy) if usual and again else None
 
-    async def _make_ahead(self, key: Key, limits: Limits) -> None:
+    async def _make_ahead(self, kind: Kind, policy: Policy) -> None:
         try:
-            seat = await self._make_seat(key, limits, False, patient=True)
+            seat = await self._make_seat(kind[0], policy, False, patient=True)
         except (FumehoodError, OSError):
             return  # the next run makes its own and reports
         finally:
             self._making = False
-        if self._closed or self._ahead is not None or self._ahead_kind != (key, limits):
+        if self._closed or self._ahead is not None or self._ahead_kind != kind:
             await seat.discard()
         else:
             self._ahead = seat
@@ -247,16 +252,24 @@ class JailTier:
         except OSError as error:
             raise StartError(f"cannot make a cgroup: {error}", tier="jail") from None
 
-    def _receipt(self, seat: _Seat, policy: Policy) -> Receipt:
+    def _receipt(
+        self,
+        zygote: Zygote,
+        spawned: Spawned,
+        policy: Policy,
+        rlimits: dict[str, int],
+        group: Cgroup | None,
+        hard: tuple[str, ...],
+    ) -> Receipt:
         return posture.read_back(
-            seat.spawned.pid,
-            host_uid=seat.spawned.host_uid,
+            spawned.pid,
+            host_uid=spawned.host_uid,
             policy=policy,
-            rlimits=seat.rlimits,
-            cgroup=seat.group.read_back() if seat.group is not None else {},
-            hard=tuple(name for name in seat.hard if name not in self._disabled),
-            seccomp=seat.zygote.seccomp,
-            landlock=seat.zygote.landlock,
+            rlimits=rlimits,
+            cgroup=group.read_back() if group is not None else {},
+            hard=tuple(name for name in hard if name not in self._disabled),
+            seccomp=zygote.seccomp,
+            landlock=zygote.landlock,
             disabled=self._disabled,
             notes=(),
         )
@@ -325,15 +338,13 @@ class JailTier:
 
 @dataclass(slots=True)
 class _Seat:
-    """A sandbox's first process that waits in its cgroup for the word to seal itself, and all that belongs to it."""
+    """A sandbox that waits for its program, and all that belongs to it."""
 
     end: socket.socket
     enclosure: PidfdEnclosure
+    receipt: Receipt
     zygote: Zygote
-    spawned: Spawned
-    group: Cgroup | None
     hard: tuple[str, ...]
-    rlimits: dict[str, int]
 
     @property
     def alive(self) -> bool:
