@@ -34,6 +34,7 @@ PACKAGES = {
     "runsc": "runsc",
     "runc": "runc",
     "newuidmap": "uidmap",
+    "qemu-system-x86_64": "qemu-system-x86",
 }
 ENGINES: tuple[Word, ...] = ("docker", "podman")
 STATE = Path("/var/lib/fumehood-tests")
@@ -85,6 +86,9 @@ def start() -> None:
             if answers(SOCKET):
                 start_docker()
             _say(f"export DOCKER_HOST={os.environ['DOCKER_HOST']}")
+    with _telling("image for microvm"):
+        command = [sys.executable, "-m", "fumehood", "image", "build", "python", "--engine", "microvm"]
+        subprocess.run(command, check=True)
     with _telling("image"):
         image = store.find(store.DEFAULT_NAME) or store.build(store.DEFAULT_NAME, progress=_say)
         for word in ENGINES:

@@ -19,7 +19,7 @@ ROOT = Path(fumehood.__file__).parent
 LAYERS = (
     ("errors",),
     ("model",),
-    ("tier", "policy_file"),
+    ("tier", "policy_file", "threads"),
     ("linux",),
     ("guest",),
     ("wire", "displays", "tar"),
@@ -43,6 +43,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 #: Long modules, each with the reason why it is one.
 LONG = {
     "guest/agent.py": "one file is what every boundary with a Python needs to have inside",
+    "session.py": "one state machine: an exec from its hand-over to its outcome",
     "linux/cgroup.py": "two versions of one facility behind one interface",
     "attacks/watch.py": "one observer per kind of harm, and nothing else",
 }

@@ -21,6 +21,7 @@ from fumehood.errors import ClosedError, FumehoodError, PolicyError
 from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
 from fumehood.pool import Pool
+from fumehood.threads import in_thread
 from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Sink, Tier, require
 
 T = TypeVar("T")
@@ -375,7 +376,7 @@ async def _next(source: AsyncIterator[bytes]) -> bytes | None:
 async def _in_threads(source: Iterable[bytes]) -> AsyncIterator[bytes]:
     """The pieces of an iterator that may block, which the loop of every other run must not."""
     pieces = iter(source)
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await in_thread(next, pieces, None)) is not None:
         yield piece
 
 

@@ -51,6 +51,7 @@ from fumehood.model import (
     Result,
     Usage,
 )
+from fumehood.threads import in_thread
 from fumehood.tier import Enclosure, Sink, Stream
 from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
 
@@ -606,6 +607,6 @@ class GuestSandbox(GuestFiles):
             if out is None or workdir is None:
                 return ()
             # The thread owns its descriptor, because a cancelled wait does not stop it.
-            return await asyncio.to_thread(save_left, os.dup(workdir), out, self._policy, dict(self._written))
+            return await in_thread(save_left, os.dup(workdir), out, self._policy, dict(self._written))
         finally:
             await self._enclosure.release()

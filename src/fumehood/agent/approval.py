@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 from fumehood.errors import FumehoodError, PolicyError
 from fumehood.model import Code, Command, Policy, Program
+from fumehood.threads import in_thread
 
 #: The names of actions are those of the tools: a run of Python, a run of a command, and files saved on the host.
 Action = Literal["run_python", "run_command", "save_files"]
@@ -166,7 +167,7 @@ class CallbackApprover:
         if inspect.iscoroutinefunction(self._function):
             answer = await self._function(ask)
         else:
-            answer = await asyncio.to_thread(self._function, ask)
+            answer = await in_thread(self._function, ask)
             if inspect.isawaitable(answer):
                 answer = await answer
         if isinstance(answer, Decision):
@@ -219,15 +220,15 @@ class StoreApprover:
 
     async def decide(self, ask: Ask, *, timeout_s: float) -> Decision:
         """See :class:`Approver`."""
-        await asyncio.to_thread(self._put, ask, time.time() + timeout_s)
+        await in_thread(self._put, ask, time.time() + timeout_s)
         try:
             while True:
-                decision = await asyncio.to_thread(self._answered, ask.ident)
+                decision = await in_thread(self._answered, ask.ident)
                 if decision is not None:
                     return decision
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            await asyncio.shield(asyncio.to_thread(self._remove, ask.ident))
+            await asyncio.shield(in_thread(self._remove, ask.ident))
 
     def _put(self, ask: Ask, deadline_s: float) -> None:
         code = ask.code().encode("utf-8", "replace").decode()

@@ -26,6 +26,7 @@ from fumehood.agent.audit import AuditError, AuditLog
 from fumehood.agent.quotas import LEASE_S, Amounts, Per, QuotaError, Quotas
 from fumehood.errors import ClosedError, FileError, PolicyError, StartError, UnavailableError
 from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt, Result, Usage, check_path
+from fumehood.threads import in_thread
 from fumehood.tier import FileInfo, Sandbox, Sink, Tier
 
 T = TypeVar("T")
@@ -266,7 +267,7 @@ class Gate:
         if self._quotas is None:
             return None
         quotas = self._quotas
-        waiting = asyncio.ensure_future(asyncio.to_thread(quotas.reserve, self.caller.subjects, most, lease_s=lease_s))
+        waiting = asyncio.ensure_future(in_thread(quotas.reserve, self.caller.subjects, most, lease_s=lease_s))
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
@@ -280,7 +281,7 @@ class Gate:
 
     async def _settle(self, reservation: str | None, used: Amounts) -> None:
         if self._quotas is not None and reservation is not None:
-            await asyncio.to_thread(self._quotas.settle, reservation, used)
+            await in_thread(self._quotas.settle, reservation, used)
 
     @contextlib.asynccontextmanager
     async def _renewing(self, reservation: str | None) -> AsyncIterator[None]:
@@ -293,7 +294,7 @@ class Gate:
         async def renew() -> None:
             while True:
                 await asyncio.sleep(LEASE_S / 3)
-                await asyncio.to_thread(quotas.renew, reservation)
+                await in_thread(quotas.renew, reservation)
 
         task = asyncio.create_task(renew())
         try:
@@ -306,7 +307,7 @@ class Gate:
             return
         who = {"run": run, "session": self.caller.session, "key": self.caller.key}
         where = {"tier": self.tier.name, "policy_sha256": self.policy.digest()}
-        await asyncio.to_thread(self._audit.append, event, {**who, **where, **fields})
+        await in_thread(self._audit.append, event, {**who, **where, **fields})
 
     def _code(self, program: Program) -> dict[str, str]:
         """The program's text, if the log keeps it."""

@@ -39,6 +39,7 @@ from fumehood.agent.quotas import QuotaError, Quotas
 from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, StartError
 from fumehood.model import Artifact, Code, Command, Outcome, Policy, Result
 from fumehood.runner import Runner
+from fumehood.threads import in_thread
 from fumehood.tier import Sandbox, Sink, Tier
 
 log = logging.getLogger("fumehood.agent")
@@ -193,9 +194,9 @@ class Toolbox:
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fumehood-")))
             result = await self._runner.run(program, files=self._files, out=out, sink=sink)
             self.artifacts += result.artifacts if self._out is not None else ()
-            images, notes = await asyncio.to_thread(_saved_images, result.artifacts)
+            images, notes = await in_thread(_saved_images, result.artifacts)
             if self._on_artifacts is not None:
-                await asyncio.to_thread(self._on_artifacts, result.artifacts)
+                await in_thread(self._on_artifacts, result.artifacts)
         names = [a.path for a in result.artifacts if a.saved is not None]
         if names:
             notes.insert(0, quote([("files", "\n".join(names[:LISTED_MAX]))], what="the names of files it left"))

@@ -13,7 +13,6 @@ guard's own.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -29,6 +28,7 @@ from fumehood.attacks import guard
 from fumehood.attacks.stage import python, remove_tree
 from fumehood.errors import ClosedError, FileError
 from fumehood.model import Artifact, Boundary, Code, Control, Held, Outcome, Policy, Program, Receipt, Result, Usage
+from fumehood.threads import in_thread
 from fumehood.tier import Features, FileInfo, Probe, Sink
 
 FEATURES = Features(
@@ -80,7 +80,7 @@ class ControlTier:
         for process, lifeline in self._guards:
             os.close(lifeline)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, 10)
+                await in_thread(process.wait, 10)
         self._guards.clear()
 
     def spawn(self, folder: Path, program: str) -> subprocess.Popen[bytes]:
@@ -123,7 +123,7 @@ class ControlSandbox:
             raise FileError("the control runs only code", tier="none")
         began = time.monotonic()
         process = self._tier.spawn(self._folder, program.data.decode())
-        out, err = await asyncio.to_thread(_communicate, process, stdin)
+        out, err = await in_thread(_communicate, process, stdin)
         out.decode(), err.decode()
         found = _EXIT_LINE.search(out)
         code = int(found.group(1)) if found else None
@@ -162,7 +162,7 @@ class ControlSandbox:
         self._closed = True
         try:
             if out is not None:
-                await asyncio.to_thread(self._collect, out)
+                await in_thread(self._collect, out)
             shutil.rmtree(self._folder)
         finally:
             if self._folder.exists():

@@ -16,6 +16,7 @@ from fumehood.errors import UnsupportedError
 from fumehood.model import Limits, Policy, Result
 from fumehood.pool import Pool
 from fumehood.runner import AsyncRunner
+from fumehood.threads import in_thread
 from fumehood.tier import Stream, Tier
 
 PROGRAM = "print(1)"
@@ -326,7 +327,7 @@ async def _arrivals(runner: AsyncRunner, rate: int, seconds: float, chance: rand
             time.sleep(max(0.0, due - time.perf_counter()))
             loop.call_soon_threadsafe(arrive, time.perf_counter())
 
-    await asyncio.to_thread(come)
+    await in_thread(come)
     await asyncio.sleep(0)  # the last arrival is a task now
     failures = await asyncio.gather(*calls, return_exceptions=True)
     for failure in failures:

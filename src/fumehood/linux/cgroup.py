@@ -146,8 +146,9 @@ class Hierarchy:
             if self._memory:
                 _restore_oom_killer(self._memory)
 
-    def create(self, name: str, *, memory_bytes: int, pids: int, cpus: float) -> Cgroup:
+    def create(self, name: str, *, memory_bytes: int | None, pids: int | None, cpus: float | None) -> Cgroup:
         """A new group with its limits written. Swap is refused to it, so that ``memory_bytes`` is all it gets.
+        None is no limit.
 
         The kernel rounds memory down to a page and ``cpus`` is cut to 10 us per 1 s; on v1, where the kernel refuses
         a group more processor than its ancestors have, ``cpus`` is lowered to theirs. ``read_back`` shows it.
@@ -170,29 +171,29 @@ class Hierarchy:
             raise
         return group
 
-    def _limit_v1(self, name: str, memory_bytes: int, pids: int, cpus: float) -> None:
-        if self._memory:
+    def _limit_v1(self, name: str, memory_bytes: int | None, pids: int | None, cpus: float | None) -> None:
+        if self._memory and memory_bytes is not None:
             # In this order: memory and swap together may never be less than memory alone.
             _put(self._memory.fd, f"{name}/memory.limit_in_bytes", memory_bytes)
             if self._swap_file:
                 _put(self._memory.fd, f"{name}/{self._swap_file}", memory_bytes)
             else:
                 _put(self._memory.fd, f"{name}/memory.swappiness", 0)
-        if self._pids:
+        if self._pids and pids is not None:
             _put(self._pids.fd, f"{name}/pids.max", pids)
-        if self._cpu:
+        if self._cpu and cpus is not None:
             quota_us = _quota_us(cpus if self._cpus_max is None else min(cpus, self._cpus_max))
             _put(self._cpu.fd, f"{name}/cpu.cfs_quota_us", quota_us)
 
-    def _limit_v2(self, name: str, memory_bytes: int, pids: int, cpus: float) -> None:
+    def _limit_v2(self, name: str, memory_bytes: int | None, pids: int | None, cpus: float | None) -> None:
         fd = self._branches[0].fd
-        if self._memory:
+        if self._memory and memory_bytes is not None:
             _put(fd, f"{name}/memory.max", memory_bytes)
             if self._swap_file:
                 _put(fd, f"{name}/{self._swap_file}", 0)
-        if self._pids:
+        if self._pids and pids is not None:
             _put(fd, f"{name}/pids.max", pids)
-        if self._cpu:
+        if self._cpu and cpus is not None:
             _put(fd, f"{name}/cpu.max", f"{_quota_us(cpus)} {PERIOD_US}")
 
     def sweep(self) -> int:

@@ -41,6 +41,7 @@ from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Limits, Outcome, Policy, Receipt, Result
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
 from fumehood.tiers.jail.tier import JailTier
@@ -146,7 +147,7 @@ class WorkerHost:
         tools: Mapping[str, Tool] | None = None,
     ) -> WorkerSandbox:
         """A worker that is ready for its program. Raises StartError, UnavailableError; nothing is left then."""
-        if await asyncio.to_thread(self.jailed):
+        if await in_thread(self.jailed):
             if self._jail is None:
                 self._jail = JailTier(guest=self.recipe.guest())
             channel, enclosure, inner = await self._jail.start(self.recipe.inner(policy))
@@ -265,7 +266,7 @@ class WorkerSandbox(GuestSandbox):
         if asyncio.iscoroutinefunction(tool):
             value = await tool(*args, **kwargs)
         else:
-            value = await asyncio.to_thread(tool, *args, **kwargs)
+            value = await in_thread(tool, *args, **kwargs)
             if isinstance(value, Awaitable):
                 value = await value
         answer = json.dumps(value, allow_nan=False).encode()
@@ -302,8 +303,8 @@ class PlainEnclosure(PidfdEnclosure):
 
         if not self._released:
             await super().release()
-            await asyncio.to_thread(self._child.wait)
-            await asyncio.to_thread(remove_tree, self._folder)
+            await in_thread(self._child.wait)
+            await in_thread(remove_tree, self._folder)
 
 
 async def _start_plain(recipe: Recipe, policy: Policy) -> tuple[Channel, PidfdEnclosure, Receipt]:

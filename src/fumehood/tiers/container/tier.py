@@ -20,6 +20,7 @@ from fumehood.images.engine import Engine, EngineError, EngineGoneError, Word
 from fumehood.images.service import Service, reach
 from fumehood.model import Boundary, Policy, Receipt
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import advice, owners, payload, posture, spec
 from fumehood.tiers.container.enclosure import ContainerEnclosure
@@ -225,7 +226,7 @@ class ContainerTier:
         async with self._starting:
             if self._service is None or self._service.lost or self._host is None:
                 await self._forget()
-                service = await asyncio.to_thread(reach, self.name)
+                service = await in_thread(reach, self.name)
                 try:
                     self._host = await learn(service.engine, self.image, self.runtime)
                     await owners.prune(service.engine)
@@ -239,7 +240,7 @@ class ContainerTier:
     async def _forget(self) -> None:
         service, self._service, self._host = self._service, None, None
         if service is not None:
-            await asyncio.to_thread(service.close)
+            await in_thread(service.close)
         _probes.forget(self.name)
 
     def _refused(self, error: EngineError) -> FumehoodError:

@@ -38,6 +38,7 @@ from fumehood.model import (
     Usage,
     check_path,
 )
+from fumehood.threads import in_thread
 from fumehood.tier import FileInfo, Sink, Stream
 from fumehood.tiers.e2b.errors import Phase, translate
 
@@ -504,13 +505,13 @@ class E2BSandbox:
                 target.write_bytes(data)
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                saved = await asyncio.to_thread(collect, fd, out, limits, self._written)
+                saved = await in_thread(collect, fd, out, limits, self._written)
             finally:
                 os.close(fd)
         except OSError as error:
             raise FumehoodError(f"artifacts could not be saved: {error}", tier="e2b") from error
         finally:
-            await asyncio.to_thread(remove_tree, folder)
+            await in_thread(remove_tree, folder)
         return tuple(sorted((*saved, *skipped), key=lambda artifact: artifact.path))
 
 

@@ -36,6 +36,7 @@ from fumehood.linux import process
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
 from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
 from fumehood.tiers.container.ending import end_all
@@ -101,7 +102,7 @@ class GvisorTier:
         if policy.limits.memory_bytes < MEMORY_BYTES_MIN:
             unmet = f"a memory limit below {MEMORY_BYTES_MIN >> 20} MiB, which gVisor itself needs"
             raise UnsupportedError(f"cannot hold: {unmet}", unmet=(unmet,), tier=self.name)
-        probe = await asyncio.to_thread(self.probe)
+        probe = await in_thread(self.probe)
         image = _Host.image(self.image)
         if not probe.available or image is None:
             raise UnavailableError(
@@ -123,9 +124,9 @@ class GvisorTier:
             found = _found()
             if not self._swept:
                 self._swept = True
-                await asyncio.to_thread(leftovers.sweep)
+                await in_thread(leftovers.sweep)
             if self._hierarchy is None and found.version:
-                self._hierarchy = await asyncio.to_thread(found.open)
+                self._hierarchy = await in_thread(found.open)
             return self._hierarchy
 
     async def close(self) -> None:
@@ -134,7 +135,7 @@ class GvisorTier:
         await end_all(self._live)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
-            await asyncio.to_thread(tree.close)
+            await in_thread(tree.close)
 
 
 class GvisorEnclosure(PidfdEnclosure):
@@ -176,7 +177,7 @@ class GvisorEnclosure(PidfdEnclosure):
         self._control.close()
         os.close(self.stderr)
         self.stderr = -1
-        await asyncio.to_thread(self._clean)
+        await in_thread(self._clean)
 
     def _clean(self) -> None:
         try:

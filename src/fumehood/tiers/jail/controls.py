@@ -115,7 +115,8 @@ def _hostname(box: Box) -> None:
 @_control("disk", "tmpfs size= and nr_inodes=")
 def _disk(box: Box) -> None:
     # One tmpfs holds /work, /tmp and /dev/shm, so that one number bounds all that can be written.
-    tmpfs("/tmp", size_bytes=box.disk_bytes, inodes=box.files + 4, mode="755", flags=_WORK_FLAGS, owner=UID)
+    size, inodes = (0, 0) if "disk" in box.disabled else (box.disk_bytes, box.files + 4)  # 0 is no bound
+    tmpfs("/tmp", size_bytes=size, inodes=inodes, mode="755", flags=_WORK_FLAGS, owner=UID)
     for name, target in (("work", WORK), ("shm", "/dev/shm"), ("tmp", "/tmp")):
         os.mkdir(f"/tmp/{name}", 0o700)
         mount(f"/tmp/{name}", target, None, MS_BIND)
@@ -190,7 +191,9 @@ def seal(box: Box) -> None:
         mount("proc", f"{box.root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         pivot_to(box.root)
     for name, _, apply in SEAL:
-        if name not in box.disabled:
+        # Without its bound the scratch space is still mounted, unless what it needs is switched off as well.
+        unbound = name == "disk" and not box.disabled & {"mount_ns", "user_ns", "uid"}
+        if name not in box.disabled or unbound:
             try:
                 apply(box)
             except OSError as error:

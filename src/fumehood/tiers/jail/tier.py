@@ -12,6 +12,7 @@ import random
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
 from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail import client, posture
 from fumehood.tiers.jail.client import AGENT, Guest, Spawned, Zygote, ZygoteLostError
@@ -31,6 +33,9 @@ from fumehood.tiers.jail.runtime import program_env
 from fumehood.wire import Channel
 
 _NAMES = itertools.count(1)
+
+#: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
+AHEAD = 2
 _READY_TIMEOUT_S = 30.0
 
 FEATURES = Features(
@@ -83,10 +88,11 @@ class JailTier:
         self._hierarchy: asyncio.Task[Hierarchy] | None = None
         self._zygotes: dict[Key, Zygote] = {}
         self._starting: dict[Key, asyncio.Task[Zygote]] = {}
-        self._ahead: _Seat | None = None
+        self._ahead: deque[_Seat] = deque()
         self._ahead_kind: Kind | None = None
         self._wish: tuple[Kind, Policy] | None = None
-        self._making = False
+        self._making = 0
+        self._live = 0  # sandboxes that exist, those made ahead included
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -166,8 +172,9 @@ class JailTier:
         try:
             spawned = await request.answer()
             enclosure = self._enclose(zygote, spawned, group)
+            self._live += 1
             if warm or patient:  # a thread waits for the kernel's grace period; this loop serves others meanwhile
-                await asyncio.to_thread(_enter, spawned.pid, group, limits, hard)
+                await in_thread(_enter, spawned.pid, group, limits, hard)
             else:
                 _enter(spawned.pid, group, limits, hard)
             await handshake(ours, enclosure, tier=self.name)
@@ -196,23 +203,23 @@ class JailTier:
     def _after(self, zygote: Zygote, spawned: Spawned) -> None:
         """A sandbox is over: forget it, and make the one that was wished for."""
         zygote.forget(spawned.ident)
+        self._live -= 1
         wish, self._wish = self._wish, None
-        if wish is not None and self._ahead is None and not self._making and not self._closed:
-            self._making = True
-            self._spawn_task(self._make_ahead(*wish))
+        while wish is not None and len(self._ahead) + self._making < AHEAD and not self._closed:
+            self._making += 1
+            self._spawn_task(self._make_ahead(*wish, idle=self._live <= len(self._ahead) + 1))
 
     def _bury(self, group: Cgroup) -> None:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
         self._spawn_task(_removed(group))
 
     def _take_ahead(self, kind: Kind) -> _Seat | None:
-        """The sandbox that was made ahead, if it is of this kind and lives. What does not fit is thrown away."""
-        seat, self._ahead = self._ahead, None
-        if seat is None:
-            return None
-        if self._ahead_kind == kind and seat.alive:
-            return seat
-        self._spawn_task(seat.discard())
+        """A sandbox that was made ahead, if there is one of this kind that lives. What does not fit is thrown away."""
+        while self._ahead:
+            seat = self._ahead.popleft()
+            if self._ahead_kind == kind and seat.alive:
+                return seat
+            self._spawn_task(seat.discard())
         return None
 
     def _keep_ahead(self, kind: Kind, policy: Policy, warm: bool) -> None:
@@ -225,17 +232,18 @@ class JailTier:
         again, self._ahead_kind = self._ahead_kind == kind, kind
         self._wish = (kind, policy) if usual and again else None
 
-    async def _make_ahead(self, kind: Kind, policy: Policy) -> None:
+    async def _make_ahead(self, kind: Kind, policy: Policy, *, idle: bool) -> None:
+        """One sandbox for later. On an idle machine it goes through a run beforehand: that costs only what is spare."""
         try:
-            seat = await self._make_seat(kind[0], policy, False, patient=True)
+            seat = await self._make_seat(kind[0], policy, idle, patient=True)
         except (FumehoodError, OSError):
             return  # the next run makes its own and reports
         finally:
-            self._making = False
-        if self._closed or self._ahead is not None or self._ahead_kind != kind:
+            self._making -= 1
+        if self._closed or self._ahead_kind != kind:
             await seat.discard()
         else:
-            self._ahead = seat
+            self._ahead.append(seat)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -246,8 +254,12 @@ class JailTier:
         if tree is None:
             return None
         try:
+            off = self._disabled
             return tree.create(
-                f"s{next(_NAMES)}", memory_bytes=limits.memory_bytes, pids=limits.pids + 1, cpus=limits.cpus
+                f"s{next(_NAMES)}",
+                memory_bytes=None if "memory" in off else limits.memory_bytes,
+                pids=None if "pids" in off else limits.pids + 1,
+                cpus=None if "cpu" in off else limits.cpus,
             )
         except OSError as error:
             raise StartError(f"cannot make a cgroup: {error}", tier="jail") from None
@@ -292,7 +304,7 @@ class JailTier:
             started = _take_spare() if usual and key == _BARE else None
             if started is None:
                 site_packages, preload, mounts = key
-                started = await asyncio.to_thread(
+                started = await in_thread(
                     client.start,
                     site_packages=site_packages,
                     preload=preload,
@@ -303,7 +315,7 @@ class JailTier:
             started.attach(asyncio.get_running_loop())
             self._zygotes[key] = started
             if lost is not None:
-                await asyncio.to_thread(lost.close)
+                await in_thread(lost.close)
             return started
         finally:
             del self._starting[key]
@@ -313,7 +325,7 @@ class JailTier:
         if self._hierarchy is None or (self._hierarchy.done() and self._hierarchy.exception()):
             if not self._cgroups or not _found().version:
                 return None
-            self._hierarchy = asyncio.create_task(asyncio.to_thread(_found().open))
+            self._hierarchy = asyncio.create_task(in_thread(_found().open))
             self._hierarchy.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(self._hierarchy)
 
@@ -322,18 +334,17 @@ class JailTier:
         self._closed = True
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
-        seat, self._ahead = self._ahead, None
-        if seat is not None:
-            await seat.discard()
+        while self._ahead:
+            await self._ahead.popleft().discard()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
         zygotes, self._zygotes = list(self._zygotes.values()), {}
         for zygote in zygotes:
-            await asyncio.to_thread(zygote.close)
+            await in_thread(zygote.close)
         if self._hierarchy is not None:
             opening, self._hierarchy = self._hierarchy, None
             with contextlib.suppress(OSError):
-                await asyncio.to_thread((await opening).close)
+                await in_thread((await opening).close)
 
 
 @dataclass(slots=True)
@@ -367,7 +378,7 @@ class JailSandbox(GuestSandbox):
 
 
 async def _removed(group: Cgroup) -> None:
-    await asyncio.to_thread(group.remove)
+    await in_thread(group.remove)
 
 
 def _enter(pid: int, group: Cgroup | None, limits: Limits, hard: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from fumehood.errors import StartError
 from fumehood.folders import remove_tree
 from fumehood.model import Artifact, KiB, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.tiers.microvm import qemu
@@ -204,7 +205,7 @@ class MachineEnclosure:
             self._work_fd = -1
         if self._folder:
             folder, self._folder = self._folder, ""
-            await asyncio.to_thread(remove_tree, folder)
+            await in_thread(remove_tree, folder)
 
 
 class MachineSandbox(GuestSandbox):

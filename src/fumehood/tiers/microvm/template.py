@@ -35,6 +35,7 @@ from pathlib import Path
 from fumehood.environments import Environment
 from fumehood.errors import FumehoodError, StartError
 from fumehood.model import Limits, MiB
+from fumehood.threads import in_thread
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.tiers.microvm import images, machine, qemu
 from fumehood.tiers.microvm.cpio import Archive
@@ -176,18 +177,18 @@ async def obtain(recipe: Recipe, jail: JailTier, progress: Callable[[str], None]
     folder = place / recipe.key()
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = await asyncio.to_thread(_lock, folder.with_suffix(".lock"))
+        lock = await in_thread(_lock, folder.with_suffix(".lock"))
         try:
-            found = await asyncio.to_thread(_load, recipe, folder)
+            found = await in_thread(_load, recipe, folder)
             if found is None:
                 progress("booting a template")
                 found = await _boot(recipe, jail)
                 try:
-                    await asyncio.to_thread(_save, found, found._state_fd, folder)
+                    await in_thread(_save, found, found._state_fd, folder)
                 except BaseException:
                     found.close()
                     raise
-                await asyncio.to_thread(_forget_old, place, folder)
+                await in_thread(_forget_old, place, folder)
             return found
         finally:
             os.close(lock)
@@ -219,9 +220,9 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
     state_fd = -1
     try:
         with contextlib.ExitStack() as files:
-            kernel = await asyncio.to_thread(_loaded, "kernel", [recipe.image.kernel.read_bytes()])
+            kernel = await in_thread(_loaded, "kernel", [recipe.image.kernel.read_bytes()])
             files.callback(os.close, kernel)
-            root = await asyncio.to_thread(_loaded, "root", _archives(recipe))
+            root = await in_thread(_loaded, "root", _archives(recipe))
             files.callback(os.close, root)
             fds = {qemu.MEMORY_FD: memory_fd, qemu.KERNEL_FD: kernel, qemu.INITRAMFS_FD: root}
             arguments = recipe.shape.template_arguments(recipe.program, recipe.options)
@@ -234,7 +235,7 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
                 state = await _saved_state(started)
             finally:
                 await asyncio.shield(started.discard())
-        state_fd = await asyncio.to_thread(_loaded, "state", [state])
+        state_fd = await in_thread(_loaded, "state", [state])
         for fd in (memory_fd, state_fd):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return Template(recipe, memory_fd, state_fd, time.time())

@@ -26,6 +26,7 @@ from fumehood.folders import remove_tree
 from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
+from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import base_python
@@ -153,7 +154,7 @@ class SubprocessEnclosure(PidfdEnclosure):
             return
         await super().release()
         self._control.close()
-        await asyncio.to_thread(self._clean)
+        await in_thread(self._clean)
 
     def _clean(self) -> None:
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 from fumehood.errors import FumehoodError, PolicyError, UnavailableError, UnsupportedError
 from fumehood.model import Boundary, Control, Held, MiB, Policy
+from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.wasm import compiled
 from fumehood.tiers.wasm.compiled import Compiled
@@ -64,9 +64,9 @@ class WasmTier:
                 remedy=f"allow at least {MEMORY_MIN // MiB} MiB",
             )
         if self._host is None or self._compiled is None:
-            self._compiled = await asyncio.to_thread(compiled.find, metered=self._fuel is not None)
+            self._compiled = await in_thread(compiled.find, metered=self._fuel is not None)
             self._host = WorkerHost(_recipe(self._compiled), jailed=self._jailed)
-        jailed = await asyncio.to_thread(self._host.jailed)
+        jailed = await in_thread(self._host.jailed)
         if not jailed and os.geteuid() == 0:
             raise UnavailableError(
                 "this host has no jail, and a worker that gave up root could not read the cache",
