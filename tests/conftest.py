@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import e2b_endpoint
 from support.not_applicable import reason_for
 
 from fumehood import registry
@@ -32,6 +33,8 @@ def required(name: str) -> bool:
 
 def need_tier(name: str) -> Tier:
     """The tier, or the end of the test: a skip that says why, or a failure where the tier is required."""
+    if name == "e2b":
+        e2b_endpoint.ensure()
     tier = registry.make(name)
     probe = tier.probe()
     if probe.available:
@@ -127,3 +130,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = reason_for(str(tier), item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the service that tests may have started."""
+    e2b_endpoint.stop()
