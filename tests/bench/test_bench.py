@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood import cli
 from fumehood.bench import measure as measure_module

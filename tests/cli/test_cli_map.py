@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood import cli
 from fumehood.cli.exits import ExitCode

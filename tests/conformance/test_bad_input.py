@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.errors import FumehoodError, PolicyError
 from fumehood.model import CODE_BYTES_MAX, Code, Command, Limits, Outcome, Policy

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.errors import PolicyError
 from fumehood.model import Artifact, ArtifactLimits, Limits, Policy

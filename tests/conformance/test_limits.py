@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 from support.programs import DAEMON, FOREVER, SLEEP
 
 from fumehood.errors import PolicyError, UnsupportedError

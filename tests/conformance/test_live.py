@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 from support.programs import STUBBORN
 
 from fumehood.errors import ClosedError, FileError, PolicyError

@@ -8,7 +8,7 @@ import os
 import signal
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood import registry
 from fumehood.errors import FumehoodError

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 from support.residue import Look
 
 from fumehood.errors import ClosedError, FumehoodError, OutcomeUnknownError, StartError

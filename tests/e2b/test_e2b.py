@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import need_tier
 from support.human_eval import problems, program
+from support.needs import need_tier
 
 from fumehood import errors as ours
 from fumehood.model import Boundary, Code, Command, Held, Limits, MiB, Outcome, Policy

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.model import Limits, MiB, Outcome, Policy
 

@@ -73,7 +73,7 @@ def test_nothing_is_left(
         outer = Look.take(private_tmp)
         runners = []
         for wall_s in (0.05, 0.1, 0.2):
-            limits = Limits(wall_s=wall_s, cpu_s=5, pids=24, memory_bytes=64 * MiB, disk_bytes=2 * MiB, files=200)
+            limits = Limits(wall_s=wall_s, cpu_s=5, pids=24, memory_bytes=128 * MiB, disk_bytes=2 * MiB, files=200)
             for overflow in ("truncate", "stop"):
                 runners.append(async_runner_factory(Policy(limits=limits, overflow=overflow)))
         try:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
 from support.human_eval import problems, program
+from support.needs import need_tier
 
 from fumehood.errors import PolicyError, UnsupportedError
 from fumehood.model import Boundary, Command, Held, Limits, MiB, Outcome, Policy

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood import environments, registry
 from fumehood.errors import FumehoodError

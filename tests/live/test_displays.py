@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.model import Code, Display, Limits, Outcome, Policy
 from fumehood.runner import AsyncRunner, LiveSandbox, Runner

@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.errors import FileError, PolicyError
 from fumehood.model import Limits, Policy

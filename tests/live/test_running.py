@@ -8,7 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from conftest import RunnerFactory
+from support.needs import RunnerFactory
 
 from fumehood.errors import ClosedError, PolicyError, StartError, UnsupportedError
 from fumehood.model import Code, Command, Limits, Outcome, Policy

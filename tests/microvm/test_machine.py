@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 from support.residue import Look
 
 from fumehood import environments

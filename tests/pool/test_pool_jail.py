@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 from support.residue import Look
 
 from fumehood import pool as pool_module

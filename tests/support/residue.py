@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.linux import process
+from fumehood.tiers.jail.tier import AHEAD
 
-#: What a sandbox that waits for its program takes, at most: its first process; its socket, pidfd and one more
+#: What a sandbox that waits for its program takes, at most: agent and interpreter; its socket, pidfd and one more
 #: descriptor; a group in each of four trees of control groups.
-SEAT = {"processes": 1, "descriptors": 3, "mounts": 0, "cgroups": 4, "files": 0}
+SEAT = {"processes": 2, "descriptors": 3, "mounts": 0, "cgroups": 4, "files": 0}
 
 #: How long the kernel may take to finish tearing down what was killed.
 PATIENCE_S = 5.0
@@ -41,8 +42,8 @@ class Look:
     def left(self, folder: Path, *, kept: int = 0) -> list[str]:
         """What is there now and was not then; waits a little for what is about to go.
 
-        A tier may hold one sandbox ready for the next run (and replace it at each), so while runners are open the
-        caller says how many may be ``kept``: of each kind of thing no more than they need (:data:`SEAT`) is allowed.
+        A tier may hold sandboxes ready for the next runs (and replace them at each), so while runners are open the
+        caller says how many runners may have ``kept`` theirs: of each kind of thing no more than they need (:data:`SEAT`) is allowed.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -50,7 +51,7 @@ class Look:
             found = []
             for kind, seat in SEAT.items():
                 new = sorted(getattr(now, kind) - getattr(self, kind))
-                if len(new) > kept * seat:
+                if len(new) > kept * AHEAD * seat:
                     found += [f"{kind}: {item}" for item in new]
             if not found or time.monotonic() > deadline:
                 return found

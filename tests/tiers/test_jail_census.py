@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood.linux import seccomp, syscalls
 from fumehood.model import Limits, MiB, Policy

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood.linux import syscalls
 

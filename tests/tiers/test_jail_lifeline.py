@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from conftest import need_tier
 from support import posture, programs
+from support.needs import need_tier
 
 #: The promise (SPECIFICATION.md). A busy machine may miss it; then the same is tried again.
 PROMISE_S = 1.0

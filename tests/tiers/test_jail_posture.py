@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
 from support import posture
+from support.needs import need_tier
 from support.posture import Mount
 
 from fumehood.errors import UnsupportedError

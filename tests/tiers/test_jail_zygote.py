@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
 from support import posture
+from support.needs import need_tier
 from support.residue import SEAT, Look
 
 from fumehood.errors import FumehoodError, OutcomeUnknownError, StartError

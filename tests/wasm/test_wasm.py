@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood import environments
 from fumehood.errors import PolicyError, StartError, UnavailableError, UnsupportedError

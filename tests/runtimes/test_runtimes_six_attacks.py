@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import need_tier
+from support.needs import need_tier
 
 from fumehood.model import Limits, MiB, Outcome, Policy
 from fumehood.runner import Runner
