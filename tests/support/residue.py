@@ -43,7 +43,8 @@ class Look:
         """What is there now and was not then; waits a little for what is about to go.
 
         A tier may hold sandboxes ready for the next runs (and replace them at each), so while runners are open the
-        caller says how many runners may have ``kept`` theirs: of each kind of thing no more than they need (:data:`SEAT`) is allowed.
+        caller says how many runners may have ``kept`` theirs: of each kind of thing no more than they need
+        (:data:`SEAT`) is allowed.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
