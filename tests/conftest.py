@@ -106,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         tier = callspec.params.get("tier_name") if callspec is not None else None
+        if tier in ("docker", "podman") or "containers/" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("engines"))  # they count what an engine holds, one at a time
         reason = reason_for(str(tier), item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
