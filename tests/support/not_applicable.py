@@ -114,6 +114,7 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
             "test_files_of_the_host_follow_no_link",
         ),
         "out of memory ends the whole sandbox": ("test_a_child_killed_for_memory", "test_memory"),
+        "a terminal's size and signals": ("test_a_pseudo_terminal",),
         "a work folder without permissions is not removed": ("test_a_folder_without_permissions",),
     },
     "wasm": {
@@ -127,6 +128,10 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
         "the provider's template decides resources, so a limit of ours for them is refused by name": (
             "test_the_deadline_ends_the_exec",
             "test_nothing_is_left",
+        ),
+        "its live sandboxes have displays of their own, but no handles": (
+            "test_refused_by_name",
+            "test_handles_are_refused",
         ),
         "the SDK keeps its connections open for a while": (
             "test_a_run_that_times_out_outside",
