@@ -107,6 +107,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         first = item.name.partition("[")[2].partition("-")[0].rstrip("]")  # a test may name its tiers itself
         tier = callspec.params.get("tier_name", first) if callspec is not None else None
+        if "microvm/" in item.nodeid:
+            tier = "microvm"
         if tier in ("docker", "podman") or "containers/" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("engines"))  # they count what an engine holds, one at a time
         reason = reason_for(str(tier), item.nodeid) if tier is not None else None
