@@ -114,26 +114,28 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
             "test_files_of_the_host_follow_no_link",
         ),
         "out of memory ends the whole sandbox": ("test_a_child_killed_for_memory", "test_memory"),
-        "a terminal's size and signals": ("test_a_pseudo_terminal",),
-        "a work folder without permissions is not removed": ("test_a_folder_without_permissions",),
+        "failed three times, not investigated": ("test_a_pseudo_terminal",),
+        "failed, not investigated": ("test_a_folder_without_permissions",),
     },
     "wasm": {
         "time.process_time() of WASI is the time that has passed, and the count outside is of the processor": (
             "test_usage_is_of_one_exec",
             "test_usage_counts_what_was_used",
         ),
-        "a deadline ends the interpreter, and its outcome is told late": ("test_the_deadline_ends_the_exec",),
+        "a live exec at its deadline ended as exited where wall was expected, not investigated": (
+            "test_the_deadline_ends_the_exec",
+        ),
     },
     "e2b": {
         "the provider's template decides resources, so a limit of ours for them is refused by name": (
             "test_the_deadline_ends_the_exec",
             "test_nothing_is_left",
         ),
-        "its live sandboxes have displays of their own, but no handles": (
+        "its refusals by name fail here, not investigated": (
             "test_refused_by_name",
             "test_handles_are_refused",
         ),
-        "the SDK keeps its connections open for a while": (
+        "processes or sockets were left when it was looked, not investigated": (
             "test_a_run_that_times_out_outside",
             "test_closing_",
             "test_ctrl_c_of_the_synchronous_face",
@@ -149,10 +151,10 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
             "test_usage_is_of_one_exec",
             "test_usage_counts_what_was_used",
         ),
-        "its own tests of hostile ends and of speed depend on how busy the host is": ("microvm/test_machine.py",),
-        "an interrupt reaches a program without KVM late, and its state may go with it": (
-            "test_the_deadline_ends_the_exec",
+        "not seen passing as a whole; its fork flood ended as memory where wall was expected, not investigated": (
+            "microvm/test_machine.py",
         ),
+        "the state was gone after a deadline's interrupt, not investigated": ("test_the_deadline_ends_the_exec",),
     },
 }
 
