@@ -129,6 +129,16 @@ def test_interrupt_ends_the_exec_and_not_the_sandbox(runner: Runner) -> None:
         assert sandbox.exec("print('alive')").stdout == "alive\n"  # in a new session: the state is gone
 
 
+@pytest.mark.parametrize("program", ["while True: pass", "x = 7 ** 7 ** 9", "while True: print(1)"])
+def test_the_deadline_of_a_live_exec_costs_the_state_and_not_the_sandbox(program: str) -> None:
+    policy = Policy(limits=Limits(wall_s=0.7))
+    with Runner(tier="interpreter", policy=policy) as runner, runner.open() as sandbox:
+        sandbox.exec("kept = 1")
+        assert sandbox.exec(program).outcome is Outcome.WALL
+        assert sandbox.exec("print('alive')").stdout == "alive\n"
+        assert "NameError" in sandbox.exec("print(kept)").stderr
+
+
 def test_what_it_does_not_promise_is_refused_before_anything_starts(runner: Runner, tmp_path: Path) -> None:
     for call in (
         lambda: runner.run("1", files={"a": b""}),

@@ -32,6 +32,7 @@ DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
             "flush(); os.abort()",  # it ends by a trap, told on stderr
             "test_signal_of_its_own",
             "test_outcomes_do_not_mix",
+            "test_the_deadline_ends_the_exec[wasm-stubborn]",
         ),
         "an interrupt, like any other stop, ends the interpreter and with it the state": (
             "test_interrupt_ends_the_exec_and_nothing_else",
@@ -116,15 +117,6 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
         "out of memory ends the whole sandbox": ("test_a_child_killed_for_memory", "test_memory"),
         "failed three times, not investigated": ("test_a_pseudo_terminal",),
         "failed, not investigated": ("test_a_folder_without_permissions",),
-    },
-    "wasm": {
-        "time.process_time() of WASI is the time that has passed, and the count outside is of the processor": (
-            "test_usage_is_of_one_exec",
-            "test_usage_counts_what_was_used",
-        ),
-        "a live exec at its deadline ended as exited where wall was expected, not investigated": (
-            "test_the_deadline_ends_the_exec",
-        ),
     },
     "e2b": {
         "the provider's template decides resources, so a limit of ours for them is refused by name": (

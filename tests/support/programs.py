@@ -2,6 +2,18 @@
 
 FOREVER = "while True: pass"
 
+#: Half a second of the processor. WASI has no clock of the processor (its ``process_time()`` is the time that has
+#: passed), so there a fixed piece of work takes some 2 s of it.
+BURN = """
+import sys, time
+if sys.platform == "wasi":
+    for _ in range(20_000_000):
+        pass
+else:
+    while time.process_time() < 0.6:
+        pass
+"""
+
 SLEEP = "import time\ntime.sleep(600)"
 
 #: Forks a grandchild that left the session, holds stdout and sleeps; then ends.

@@ -38,9 +38,10 @@ from typing import Any
 import fumehood
 from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import FumehoodError, StartError, UnavailableError
+from fumehood.execs import Run
 from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Limits, Outcome, Policy, Receipt, Result
-from fumehood.session import GuestSandbox
+from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
@@ -221,6 +222,15 @@ class WorkerSandbox(GuestSandbox):
             for task in self._calls:
                 task.cancel()
         return replace(result, unsupported=self._lacking) if self._lacking else result
+
+    def _deadline(self, run: Run) -> None:
+        """A worker stops its runtime whatever the program does, and tells so; one that does not is broken."""
+        if run.last or run.done.done():
+            super()._deadline(run)
+            return
+        run.imposed = Outcome.WALL
+        self.post({"op": "interrupt"})
+        run.timers.append(self._loop.call_later(GRACE_S, self._impose, run, Outcome.WALL))
 
     def _on_frame(self, header: Header, body: bytes) -> None:
         if header["op"] == "call":

@@ -15,7 +15,7 @@ import threading
 from typing import Any, NoReturn
 
 from fumehood.guest import agent
-from fumehood.guest.agent import BODY_MAX, EXIT_LOST, FRAME, HEADER_MAX, VERSION
+from fumehood.guest.agent import BODY_MAX, EXIT_INTERRUPTED, EXIT_LOST, FRAME, HEADER_MAX, VERSION
 
 Header = dict[str, Any]
 
@@ -89,7 +89,7 @@ class Output:
         if len(passed) < len(data) and not self.overflowed:
             self.overflowed = True
             if self._stop:
-                self._guest.stop()
+                self._guest.halt()
 
 
 class WorkerGuest:
@@ -101,7 +101,10 @@ class WorkerGuest:
         self.stream = Stream(read_fd, write_fd)
         self.workdir = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.interrupted = False
-        self._running = False
+        self.halted = threading.Event()  # the exec under way is to end
+        self._turn = threading.Lock()  # of what follows, between the two threads
+        self._asked = False  # there is an exec, from its first frame to its end
+        self._running = False  # the runtime has its program
         self._inbox: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._stdin: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._files = {
@@ -115,15 +118,29 @@ class WorkerGuest:
         raise NotImplementedError
 
     def program(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
-        """Run a program to its end: fields of ``done``, ``status`` and ``lost`` at least."""
+        """Run a program to its end: fields of ``done``, ``status`` and ``lost`` at least.
+
+        The runtime may look at :attr:`halted`, which is set when the program is to end.
+        """
         raise NotImplementedError
 
     def stop(self) -> None:
-        """From any thread: end the running program soon."""
+        """From any thread, with :attr:`halted` set: end the running program soon."""
+
+    def restore(self) -> None:
+        """After the end of a program whose state was lost has been told: a fresh state for the next one."""
         raise NotImplementedError
 
     def answer(self, header: Header, body: bytes) -> None:
         """From the reader: the host's answer to a call. Only a runtime that calls gets one."""
+
+    def halt(self) -> None:
+        """From any thread: end the program under way soon, or before it begins."""
+        with self._turn:
+            if self._asked:
+                self.halted.set()
+                if self._running:
+                    self.stop()
 
     # --- the loop
 
@@ -149,13 +166,21 @@ class WorkerGuest:
                 elif operation == "stdin":
                     self._stdin.put((header, body))
                 elif operation == "interrupt":
-                    if self._running:
-                        self.interrupted = True
-                        self.stop()
+                    self.interrupted = self._asked
+                    self.halt()
                 else:
+                    if operation == "exec":
+                        self._begin()
                     self._inbox.put((header, body))
         finally:
             os._exit(0)  # the host is gone, or broke the format
+
+    def _begin(self) -> None:
+        """From the reader: an exec is there, and what interrupts from now on is meant for it."""
+        with self._turn:
+            self.interrupted = False
+            self.halted.clear()
+            self._asked = True
 
     def _exec(self, header: Header, body: bytes) -> None:
         pieces = [body]
@@ -172,14 +197,22 @@ class WorkerGuest:
             self.stream.send({"op": "failed", "id": ident, "error": errno.EFBIG, "message": str(error)})
             return
         output = Output(self, header)
-        self.interrupted = False
-        self._running = True
-        try:
-            done = self.program(source, header, env, stdin, output)
-        finally:
-            self._running = False
+        done = self._run(source, header, env, stdin, output)
         counts = {"out_bytes": output.counts["stdout"], "err_bytes": output.counts["stderr"]}
         self.stream.send({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
+        if done["lost"] and header.get("last") is not True:
+            self.restore()
+
+    def _run(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
+        with self._turn:
+            self._running = not self.halted.is_set()
+        try:
+            if not self._running:
+                return {"status": EXIT_INTERRUPTED, "lost": False}
+            return self.program(source, header, env, stdin, output)
+        finally:
+            with self._turn:
+                self._asked = self._running = False
 
     def _whole_stdin(self, ident: int) -> bytes:
         data = bytearray()

@@ -95,11 +95,12 @@ class InterpreterGuest(WorkerGuest):
             done = self.crashed(output, error)
         except pydantic_monty.MontyError as error:
             done = failed(output, error)
-        if done["lost"]:
-            self.session.__exit__(None, None, None)
-            if header.get("last") is not True:
-                self.open_session()
         return done
+
+    def restore(self) -> None:
+        """See :class:`WorkerGuest`."""
+        self.session.__exit__(None, None, None)
+        self.open_session()
 
     def crashed(self, output: Output, error: pydantic_monty.MontyCrashedError) -> Header:
         """The monty process is gone: we killed it, a limit of the jail did, or it broke."""

