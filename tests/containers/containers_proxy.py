@@ -16,6 +16,8 @@ class Proxy:
         self.cut_off = False
         #: (part of the request line, answer): the first that matches is answered instead of passed on.
         self.answers: list[tuple[bytes, bytes]] = []
+        #: Part of the request line -> set when such a request came, and what it waits for then.
+        self.held: dict[bytes, tuple[threading.Event, threading.Event]] = {}
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
         proxy = self
@@ -38,6 +40,10 @@ class Proxy:
             if part in line:
                 client.sendall(answer)
                 return
+        for part, (came, go) in self.held.items():
+            if part in line:
+                came.set()
+                go.wait()
         if self.cut_off or not first:
             return
         engine = socket.socket(socket.AF_UNIX)

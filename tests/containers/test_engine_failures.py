@@ -15,7 +15,7 @@ import pytest
 from asked import ALL, labelled, need
 from containers_proxy import Proxy
 
-from fumehood import Mount, Policy, Runner
+from fumehood import AsyncRunner, Mount, Policy, Runner
 from fumehood.errors import OutcomeUnknownError, PolicyError, StartError, UnavailableError
 from fumehood.images.engine import Word, socket_paths
 from fumehood.images.service import reach
@@ -146,13 +146,55 @@ def test_the_engine_ends_in_the_middle_of_a_run(proxied: tuple[Word, Proxy]) -> 
         assert isinstance(failure[0], OutcomeUnknownError), failure
         with pytest.raises(UnavailableError):
             runner.run("print(1)")
-        deadline = time.monotonic() + 20  # the engine learns of the death from its monitor of the container
-        while any(c["State"] == "running" for c in labelled(word, path=proxy.target)):
-            assert time.monotonic() < deadline
+        deadline = time.monotonic() + 60  # the engine learns of the death from its monitor of the container
+        while running := [c for c in labelled(word, path=proxy.target) if c["State"] == "running"]:
+            assert time.monotonic() < deadline, running
             time.sleep(0.1)
         proxy.cut_off = False
         assert runner.run("print(2)").stdout == "2\n"
     assert labelled(word) == []
+
+
+def test_a_run_given_up_while_its_container_is_made_leaves_none(proxied: tuple[Word, Proxy]) -> None:
+    word, proxy = proxied
+    came, go = proxy.held[b"/containers/create"] = (threading.Event(), threading.Event())
+
+    async def main() -> None:
+        async with AsyncRunner(tier=tier(word)) as runner:
+            task = asyncio.create_task(runner.run("print(1)"))
+            assert await asyncio.to_thread(came.wait, 60)
+            task.cancel()
+            await asyncio.sleep(0.05)
+            assert not task.done()  # the engine was asked, and will do it
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.shield(task), 60)
+            assert await asyncio.to_thread(labelled, word, path=proxy.target) == []
+
+    try:
+        asyncio.run(main())
+    finally:
+        go.set()
+
+
+def test_a_run_given_up_twice_is_undone_before_its_tier_is_closed(proxied: tuple[Word, Proxy]) -> None:
+    word, proxy = proxied
+    came, go = proxy.held[b"/containers/create"] = (threading.Event(), threading.Event())
+
+    async def main() -> None:
+        async with AsyncRunner(tier=tier(word)) as runner:
+            task = asyncio.create_task(runner.run("print(1)"))
+            assert await asyncio.to_thread(came.wait, 60)
+            while not task.done():
+                task.cancel()
+                await asyncio.sleep(0.05)
+            asyncio.get_running_loop().call_later(0.1, go.set)
+
+    try:
+        asyncio.run(main())
+    finally:
+        go.set()
+    assert labelled(word, path=proxy.target) == []
 
 
 @pytest.mark.parametrize("source", ["/", "/run", "/var/run", "/run/docker.sock"])

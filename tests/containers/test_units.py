@@ -59,6 +59,7 @@ def test_calls_with_arguments_are_never_allowed_bare() -> None:
 
 def container(policy: Policy) -> spec.Container:
     return spec.Container(
+        name="fumehood-1",
         policy=policy,
         image="image",
         user=1000,

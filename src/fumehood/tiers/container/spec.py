@@ -138,6 +138,7 @@ def rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:
 class Container:
     """Everything that decides about one container; each engine spells it its own way."""
 
+    name: str  # ours, so that it can be removed though the engine never answered
     policy: Policy
     image: str
     user: int  # 0 only where a rootless engine maps no other: it is this user outside, without capabilities
@@ -149,7 +150,7 @@ class Container:
 
 
 def docker_body(wanted: Container) -> dict[str, Any]:
-    """The body of Docker's ``POST /containers/create``."""
+    """The body of Docker's ``POST /containers/create``, which takes the name in its query."""
     limits = wanted.policy.limits
     host = {
         "NetworkMode": "none",
@@ -216,6 +217,7 @@ def podman_body(wanted: Container) -> dict[str, Any]:
         "pids": {"limit": limits.pids + 1},
     }
     return {
+        "name": wanted.name,
         "image": wanted.image,
         "entrypoint": _COMMAND,
         "command": [payload.bootstrap()],

@@ -7,11 +7,12 @@ import contextlib
 import os
 import random
 import re
+import secrets
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fumehood import environments
 from fumehood.errors import ClosedError, FumehoodError, StartError, UnavailableError
@@ -63,6 +64,7 @@ class ContainerTier:
         )
         self._live: set[ContainerEnclosure] = set()
         self._left: list[str] = []
+        self._undoing: set[asyncio.Task[None]] = set()
         self._closings = 0
         self._service: Service | None = None
         self._host: Host | None = None
@@ -110,6 +112,7 @@ class ContainerTier:
         packages, version = _packages(policy)
         rlimits = spec.rlimits(policy.limits, host.hard)
         wanted = spec.Container(
+            name=f"fumehood-{secrets.token_hex(8)}",
             policy=policy,
             image=host.image,
             user=host.user(),
@@ -119,14 +122,11 @@ class ContainerTier:
             binds=(*_mounts(policy), *packages),
             seccomp=self._seccomp(),
         )
-        create, body = _SPELLINGS[self.name]
-        made = await engine.call("POST", create, body=body(wanted))
-        enclosure = ContainerEnclosure(engine, str(made["Id"]), self._forgotten)
-        self._live.add(enclosure)
+        enclosure = await self._made_or_removed(engine, wanted)
         try:
             pump = enclosure.pump = Pump(*await self._start(engine, enclosure.ident))
             await pump.send(payload.message(python=version, rlimits=rlimits, preload=policy.preload))
-            inspected = await engine.call("GET", f"{create.removesuffix('/create')}/{enclosure.ident}/json")
+            inspected = await engine.call("GET", f"{_SPELLINGS[self.name].containers}/{enclosure.ident}/json")
             pid = int(inspected["State"]["Pid"])
             seen = enclosure.see(pid)
             report = await self._report(pump, enclosure)
@@ -145,6 +145,36 @@ class ContainerTier:
             if isinstance(error, OSError | KeyError | ValueError | TypeError) and not isinstance(error, FumehoodError):
                 raise StartError(f"the sandbox could not be set up: {error!r}", tier=self.name) from None
             raise
+
+    async def _made_or_removed(self, engine: Engine, wanted: spec.Container) -> ContainerEnclosure:
+        """A container that does not run yet. Raises EngineError, EngineGoneError.
+
+        An engine that was asked creates it though nobody waits any more, so whoever is cancelled here stays until the
+        engine has answered and what came of it is removed.
+        """
+        making = asyncio.create_task(self._made(engine, wanted))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            undoing = asyncio.create_task(_discard(making))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            await asyncio.shield(undoing)
+            raise
+
+    async def _made(self, engine: Engine, wanted: spec.Container) -> ContainerEnclosure:
+        spelling = _SPELLINGS[self.name]
+        query = {"name": wanted.name} if self.name == "docker" else None
+        try:
+            made = await engine.call("POST", f"{spelling.containers}/create", query=query, body=spelling.body(wanted))
+            if not isinstance(made, dict) or not made.get("Id"):
+                raise EngineGoneError("what answers names no container")
+        except EngineGoneError:
+            self._left.append(wanted.name)  # it may have been made, or be made yet
+            raise
+        enclosure = ContainerEnclosure(engine, str(made["Id"]), self._forgotten)
+        self._live.add(enclosure)
+        return enclosure
 
     async def _start(self, engine: Engine, ident: str) -> tuple[socket.socket, bytes]:
         """Attach and start, so that nothing is lost of what the container says; EngineError, EngineGoneError.
@@ -214,7 +244,7 @@ class ContainerTier:
             self._left.append(enclosure.ident)
 
     async def _remove_left(self, engine: Engine) -> None:
-        """Remove the containers that the engine could not remove when they ended: it was not there."""
+        """Remove the containers that the engine could not remove when it was asked to: it was not there."""
         while self._left:
             await owners.remove(engine, self._left[-1])
             self._left.pop()
@@ -258,6 +288,7 @@ class ContainerTier:
         """End what runs and let go of the engine, ending a service that was started for it. Idempotent."""
         self._closings += 1
         await end_all(self._live)
+        await asyncio.gather(*self._undoing)
         if self._service is not None:
             with contextlib.suppress(EngineError, EngineGoneError):  # `fumehood prune` removes what is left then
                 await self._remove_left(self._service.engine)
@@ -280,10 +311,22 @@ class PodmanTier(ContainerTier):
     name = "podman"
 
 
-#: How each engine is asked to create a container: the path and the body.
-_SPELLINGS: dict[Word, tuple[str, Callable[[spec.Container], dict[str, Any]]]] = {
-    "docker": ("/containers/create", spec.docker_body),
-    "podman": ("/v4.0.0/libpod/containers/create", spec.podman_body),
+async def _discard(making: asyncio.Task[ContainerEnclosure]) -> None:
+    """Remove what comes of ``making``, if anything does."""
+    with contextlib.suppress(EngineError, EngineGoneError):
+        await (await making).discard()
+
+
+class _Spelling(NamedTuple):
+    """How an engine is asked for a container."""
+
+    containers: str  # the path below which it has them
+    body: Callable[[spec.Container], dict[str, Any]]
+
+
+_SPELLINGS: dict[Word, _Spelling] = {
+    "docker": _Spelling("/containers", spec.docker_body),
+    "podman": _Spelling("/v4.0.0/libpod/containers", spec.podman_body),
 }
 #: Docker: "unknown or invalid runtime name", "Unknown runtime specified"; Podman: "OCI runtime … is not available",
 #: and either when the runtime's file is not there.
