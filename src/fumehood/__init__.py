@@ -15,16 +15,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fumehood.errors import (
+        AuditError,
         ClosedError,
         FileError,
         FumehoodError,
+        ModelError,
         OutcomeUnknownError,
         PolicyError,
         PoolTimeoutError,
+        QuotaError,
         StartError,
         UnavailableError,
         UnsupportedError,
     )
+    from fumehood.mapping import Job, Mapped
     from fumehood.model import (
         Artifact,
         ArtifactLimits,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
         Code,
         Command,
         Control,
+        Display,
         GiB,
         KiB,
         Limits,
@@ -43,18 +48,21 @@ if TYPE_CHECKING:
         Result,
         Usage,
     )
-    from fumehood.runner import AsyncRunner, LiveSandbox, Runner, run
+    from fumehood.pool import Pool
+    from fumehood.runner import AsyncRunner, LiveProgram, LiveSandbox, Runner, run
 
 _HOME = {
     "fumehood.errors": (
-        "ClosedError FileError FumehoodError OutcomeUnknownError PolicyError PoolTimeoutError StartError "
-        "UnavailableError UnsupportedError"
+        "AuditError ClosedError FileError FumehoodError ModelError OutcomeUnknownError PolicyError PoolTimeoutError "
+        "QuotaError StartError UnavailableError UnsupportedError"
     ),
+    "fumehood.mapping": "Job Mapped",
     "fumehood.model": (
-        "Artifact ArtifactLimits Boundary Code Command Control GiB KiB Limits MiB Mount Outcome Policy Receipt "
-        "Result Usage"
+        "Artifact ArtifactLimits Boundary Code Command Control Display GiB KiB Limits MiB Mount Outcome Policy "
+        "Receipt Result Usage"
     ),
-    "fumehood.runner": "AsyncRunner LiveSandbox Runner run",
+    "fumehood.pool": "Pool",
+    "fumehood.runner": "AsyncRunner LiveProgram LiveSandbox Runner run",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

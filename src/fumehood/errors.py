@@ -10,7 +10,12 @@ A program's failure is a :class:`~fumehood.model.Result`; a sandbox's failure is
     │   └── PoolTimeoutError(TimeoutError)
     ├── OutcomeUnknownError             the program may have run: do not retry blindly
     ├── FileError(OSError)              a file operation inside a sandbox failed; the sandbox lives on
-    └── ClosedError(RuntimeError)       the sandbox or runner was closed before the call
+    ├── ClosedError(RuntimeError)       the sandbox or runner was closed before the call
+    ├── QuotaError                      nothing started: a quota is used up (.retry_after_s)
+    ├── AuditError                      the audit log cannot be written: nothing started, or a result is withheld
+    └── ModelError                      an agent's model could not be asked
+
+The last three are of the agent's side (:mod:`fumehood.agent`); no tier raises them.
 """
 
 from __future__ import annotations
@@ -70,3 +75,27 @@ class FileError(FumehoodError, OSError):
 
 class ClosedError(FumehoodError, RuntimeError):
     """The sandbox or the runner is closed."""
+
+
+class QuotaError(FumehoodError):
+    """Nothing started: a quota is used up.
+
+    ``quota`` is the quota in words; ``retry_after_s`` is in how many seconds to try again, or None if waiting does not
+    help.
+    """
+
+    def __init__(self, message: str, *, quota: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, remedy=f"try again in {retry_after_s:.0f} s" if retry_after_s is not None else None)
+        self.quota = quota
+        self.retry_after_s = retry_after_s
+
+
+class AuditError(FumehoodError):
+    """The audit log cannot be read or written, or is not what its head says.
+
+    What was to be recorded has not started, or, where the message says so, its result is withheld.
+    """
+
+
+class ModelError(FumehoodError):
+    """An agent's model could not be asked, or its answer could not be read. What was run before stays done."""

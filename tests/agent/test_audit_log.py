@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from fumehood import cli
-from fumehood.agent import audit
-from fumehood.agent.audit import AuditError, AuditLog, Head, read, read_head, verify
+from fumehood.agent import audit, audit_files
+from fumehood.agent.audit import AuditLog, Head, read, read_head, verify
+from fumehood.errors import AuditError, PolicyError
 
 
 @pytest.fixture
@@ -210,5 +212,156 @@ def test_the_command_verifies_shows_and_exports(log: AuditLog, capsys: pytest.Ca
     assert cli.main(["audit", "export", path]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 6
     log.path.write_bytes(log.path.read_bytes().replace(b"r3", b"r9"))
-    assert cli.main(["audit", "verify", path, "--json"]) == 250
+    assert cli.main(["audit", "verify", path, "--json"]) == 252
     assert json.loads(capsys.readouterr().out)["problems"] == ["line 4 was changed or is torn"]
+
+
+# --- a log that is moved aside
+
+
+def _pad(number: int) -> dict[str, object]:
+    return {"run": f"r{number}", "pad": "x" * 20_000}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> AuditLog:
+    """Ten records in parts of at most 64 KiB, three in each."""
+    log = AuditLog(tmp_path / "small.jsonl", rotate_bytes=1 << 16)
+    for number in range(10):
+        log.append("started", _pad(number))
+    return log
+
+
+def _moved(log: AuditLog, name: str) -> Path:
+    return log.path.rename(log.path.with_name(log.path.name + name))
+
+
+def test_a_full_log_is_moved_aside_and_the_chain_goes_on(small: AuditLog) -> None:
+    parts = audit_files.parts_in_order(small.path)
+    assert [p.name for p in parts] == [f"small.jsonl.{n:012d}" for n in (3, 6, 9)] + ["small.jsonl"]
+    assert all(p.stat().st_size <= 1 << 16 and p.stat().st_mode & 0o777 == 0o600 for p in parts)
+    verdict = verify(small.path)
+    assert verdict.ok and verdict.records == 10 and verdict.parts == 4
+    assert verdict.head == read_head(small.path)
+    assert [r["seq"] for r in read(small.path)] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_changed_or_missing_part_is_found(small: AuditLog, part: int) -> None:
+    changed = audit_files.parts_in_order(small.path)[part]
+    whole = changed.read_bytes()
+    changed.write_bytes(whole.replace(b"xxxx", b"xxxy", 1))
+    assert f"line 1 of {changed.name} was changed" in verify(small.path).problems[0]
+    changed.unlink()
+    assert not verify(small.path).ok
+    assert verify(small.path, pruned=True).ok is (part == 0)  # only the beginning may go
+
+
+def test_a_head_kept_elsewhere_is_found_in_any_part(small: AuditLog) -> None:
+    kept = read_head(small.path)
+    for number in range(10, 20):
+        small.append("started", _pad(number))
+    assert verify(small.path, expected=kept).ok
+
+
+@pytest.mark.parametrize("suffix", [".1", "-20270131", ".1.gz"])
+@pytest.mark.parametrize("created", [True, False])
+def test_a_log_that_was_moved_by_others_goes_on(log: AuditLog, suffix: str, created: bool) -> None:
+    moved = _moved(log, suffix.removesuffix(".gz"))
+    if suffix.endswith(".gz"):
+        moved.with_name(moved.name + ".gz").write_bytes(gzip.compress(moved.read_bytes()))
+        moved.unlink()
+    if created:  # as logrotate's `create` does
+        log.path.touch(0o600)
+    assert log.append("started", {"run": "r5"}).seq == 6
+    assert log.append("started", {"run": "r6"}).seq == 7
+    verdict = verify(log.path)
+    assert verdict.ok and verdict.records == 7 and verdict.parts == 2
+
+
+def test_numbers_that_logrotate_shifts_do_not_confuse_the_order(log: AuditLog) -> None:
+    for _ in range(3):
+        for number in range(8, 0, -1):
+            part = log.path.with_name(f"{log.path.name}.{number}")
+            if part.exists():
+                part.rename(log.path.with_name(f"{log.path.name}.{number + 1}"))
+        _moved(log, ".1")
+        log.append("started", {})
+    assert verify(log.path).ok and verify(log.path).parts == 4
+    assert [r["seq"] for r in read(log.path)] == list(range(1, 9))
+
+
+def test_a_log_that_was_moved_out_of_sight_is_not_written_to(log: AuditLog) -> None:
+    (log.path.parent / "away").mkdir()
+    log.path.rename(log.path.parent / "away" / log.path.name)
+    with pytest.raises(AuditError, match="no file beside it holds its last record"):
+        log.append("more", {})
+    assert not verify(log.path).ok
+
+
+def test_a_writer_that_died_before_a_move_leaves_a_log_that_goes_on(log: AuditLog) -> None:
+    old = audit.head_path(log.path).read_bytes()
+    log.append("started", {"run": "r5"})
+    audit.head_path(log.path).write_bytes(old)
+    with log.path.open("ab") as file:
+        file.write(b'{"seq":7,"ti')
+    _moved(log, ".1")
+    log.append("started", {"run": "r6"})
+    assert verify(log.path).ok and verify(log.path).records == 7
+    assert list(read(log.path))[-1]["torn_bytes"] == 12
+
+
+def test_a_writer_that_died_in_a_move_leaves_a_log_that_goes_on(small: AuditLog) -> None:
+    head = audit.head_path(small.path).read_bytes()
+    small.append("started", _pad(10))
+    audit.head_path(small.path).write_bytes(head)  # the record is there, and the head still the one before it
+    _moved(small, ".000000000011")
+    assert small.append("started", _pad(11)).seq == 12
+    assert verify(small.path).ok
+
+
+def test_a_part_is_never_written_over(small: AuditLog) -> None:
+    taken = audit_files.full_path(small.path, 12)
+    taken.write_text("of somebody else\n")
+    small.append("started", _pad(10))
+    small.append("started", _pad(11))
+    with pytest.raises(AuditError, match="is there already"):
+        small.append("started", _pad(12))
+    assert taken.read_text() == "of somebody else\n"
+
+
+def _write_parts(path: Path, count: int) -> None:
+    log = AuditLog(path, rotate_bytes=1 << 16)
+    for number in range(count):
+        log.append("started", _pad(number))
+
+
+def test_writers_in_many_processes_rotate_one_chain(tmp_path: Path) -> None:
+    path = tmp_path / "shared.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_parts, args=(path, 15)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for round_ in range(3):  # and somebody else moves it, too
+        while not path.exists() or path.stat().st_size == 0:
+            time.sleep(0.001)
+        path.rename(path.with_name(f"{path.name}-{round_}"))
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    verdict = verify(path)
+    assert verdict.problems == () and verdict.records == 45 and verdict.parts >= 15
+
+
+def test_following_goes_on_in_the_file_that_takes_its_place(log: AuditLog) -> None:
+    following = read(log.path, follow_s=0.001)
+    assert [next(following)["seq"] for _ in range(5)] == [1, 2, 3, 4, 5]
+    for number in range(6, 9):
+        _moved(log, f".{number}")
+        log.append("started", {})
+        assert next(following)["seq"] == number
+
+
+def test_a_log_is_not_rotated_at_next_to_nothing(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="65536 bytes or more"):
+        AuditLog(tmp_path / "a.jsonl", rotate_bytes=1000)

@@ -12,10 +12,10 @@ import pytest
 from stand_in import StandInRunner, result
 
 from fumehood.agent.approval import Approval, CallbackApprover, Decision, file_out
-from fumehood.agent.audit import AuditError, AuditLog, Keep, read, verify
+from fumehood.agent.audit import AuditLog, Keep, read, verify
 from fumehood.agent.gate import Caller, Gate
-from fumehood.agent.quotas import Quota, QuotaError, Quotas
-from fumehood.errors import OutcomeUnknownError, StartError
+from fumehood.agent.quotas import Quota, Quotas
+from fumehood.errors import AuditError, OutcomeUnknownError, QuotaError, StartError
 from fumehood.model import Code, Limits, Outcome, Program, Result
 
 LIMITS = Limits(wall_s=10, cpu_s=10, output_bytes=1000)

@@ -22,8 +22,8 @@ from vendor_servers import Says, VendorServer
 from fumehood.agent.approval import StoreApprover
 from fumehood.agent.audit import AuditLog, Keep, read, verify
 from fumehood.agent.gate import Gate
-from fumehood.agent.loop import Conversation, ModelError, Prices, Tokens, Transcript, Watcher, run_agent
-from fumehood.errors import FumehoodError
+from fumehood.agent.loop import Conversation, Prices, Tokens, Transcript, Watcher, run_agent
+from fumehood.errors import FumehoodError, ModelError
 from fumehood.linux import process
 from fumehood.model import Limits, Policy
 from fumehood.runner import AsyncRunner, Runner

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from fumehood.agent import quotas as quotas_module
-from fumehood.agent.quotas import LEASE_S, Amounts, Owner, Quota, QuotaError, Quotas
-from fumehood.errors import PolicyError, UnavailableError
+from fumehood.agent.quotas import LEASE_S, Amounts, Owner, Quota, Quotas
+from fumehood.errors import PolicyError, QuotaError, UnavailableError
 
 ME = {"session": "s1"}
 RUN = Amounts(runs=1, cpu_s=10, wall_s=10, output_bytes=1000, sandboxes=1)

@@ -9,15 +9,19 @@ number and hash of the last record; it is replaced after each record. What stays
 whoever can write both can forge both, and can cut the log back to a state it once had. An operator who must exclude
 that copies the head elsewhere from time to time and gives it to :func:`verify`.
 
-Writers in any number of threads and processes take turns by a lock on the log (flock(2): a local file system is
+Writers in any number of threads and processes take turns by a lock (``NAME.lock``, flock(2): a local file system is
 needed). A record is on the disk (fsync) when :meth:`AuditLog.append` returns. A writer that is killed in the middle of
 a line leaves a torn end; the next one cuts it off and says in its own record how many bytes that were.
+
+The chain goes on over files. A log is moved aside when it has grown to ``rotate_bytes``, or by logrotate(8) at any
+time: the log is opened for each record, so the next one goes to the new file. An empty log is taken for a moved one
+only if a file beside it holds the record that the head names (see :mod:`fumehood.agent.audit_files` for names);
+otherwise nothing more is written. :func:`verify` and :func:`read` take all parts together.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,12 +29,13 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fumehood.errors import FumehoodError
+from fumehood.agent.audit_files import first_seq, full_path, head_path, lines, locked, moved_parts, parts_in_order
+from fumehood.errors import AuditError, PolicyError
 
 #: What the first record names as the one before.
 GENESIS = "0" * 64
@@ -39,14 +44,9 @@ _HASH_MEMBER = re.compile(rb',"hash":"([0-9a-f]{64})"\}\Z')
 _HASH_MEMBER_BYTES = len(',"hash":""}') + 64
 
 
-class AuditError(FumehoodError):
-    """The audit log cannot be written or is not what its head says. The run that it was for was not started, or,
-    where the message says so, its result is withheld."""
-
-
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The last record of a log: its number from 1, its hash, and the log's size up to its end."""
+    """The last record of a log: its number from 1, its hash, and the size of its file up to its end."""
 
     seq: int
     hash: str
@@ -72,48 +72,84 @@ class Keep:
     output: bool = False
 
 
-class AuditLog:
-    """Appends to the log at ``path``, made with mode 0600 if missing. Threads and processes may share it."""
+#: The smallest size at which a log may be moved aside: a start and an end with a receipt are some 10 KB.
+ROTATE_BYTES_MIN = 1 << 16
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: Keep | None = None) -> None:
+_LOOK = "look into it with `fumehood audit verify`, put the log aside and start a new one"
+
+
+class AuditLog:
+    """Appends to the log at ``path``, made with mode 0600 if missing. Threads and processes may share it.
+
+    With ``rotate_bytes``, a log that would grow beyond it is first moved to ``NAME.`` and the number of its last
+    record. Parts are never removed here. Raises PolicyError for a size under 64 KiB.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep: Keep | None = None, rotate_bytes: int | None = None
+    ) -> None:
+        if rotate_bytes is not None and rotate_bytes < ROTATE_BYTES_MIN:
+            raise PolicyError(f"an audit log is rotated at {ROTATE_BYTES_MIN} bytes or more, not {rotate_bytes}")
         self.path = Path(path)
         self.keep = keep if keep is not None else Keep()
+        self._rotate_bytes = rotate_bytes
         self._head_path = head_path(self.path)
 
     def append(self, event: str, fields: Mapping[str, Any]) -> Head:
         """Write one record and wait until it is on the disk. Blocking. Raises AuditError."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                return self._append_locked(fd, event, fields)
-            finally:
-                os.close(fd)
+            with locked(self.path, for_writing=True):
+                return self._append_locked(event, fields)
         except OSError as error:
             raise AuditError(f"the audit log cannot be written: {error.strerror}") from error
 
-    def _append_locked(self, fd: int, event: str, fields: Mapping[str, Any]) -> Head:
-        head, torn_bytes = self._find_head(fd)
-        record = {
-            "seq": head.seq + 1,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "event": event,
-            **fields,
-            **({"torn_bytes": torn_bytes} if torn_bytes else {}),
-            "prev": head.hash,
-        }
-        line, hash_ = seal(record)
-        try:
-            _write_all(fd, line)
-            os.fsync(fd)
-        except OSError:
-            # A full disk: take back what was written of the line, or the next record would follow a torn one.
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, head.size_bytes)
-            raise
+    def _append_locked(self, event: str, fields: Mapping[str, Any]) -> Head:
+        with contextlib.ExitStack() as stack:
+            fd = stack.enter_context(self._opened())
+            head, torn_bytes = self._find_head(fd)
+            record = {
+                "seq": head.seq + 1,
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "event": event,
+                **fields,
+                **({"torn_bytes": torn_bytes} if torn_bytes else {}),
+                "prev": head.hash,
+            }
+            line, hash_ = seal(record)
+            if self._rotate_bytes is not None and head.size_bytes and head.size_bytes + len(line) > self._rotate_bytes:
+                self._move_aside(head)
+                head = replace(head, size_bytes=0)
+                fd = stack.enter_context(self._opened())
+            try:
+                _write_all(fd, line)
+                os.fsync(fd)
+            except OSError:
+                # A full disk: take back what was written of the line, or the next record would follow a torn one.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, head.size_bytes)
+                raise
         new = Head(head.seq + 1, hash_, head.size_bytes + len(line))
-        self._write_head(new, first=head.seq == 0)
+        self._write_head(new)
+        if head.size_bytes == 0:
+            self._sync_names()
         return new
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _move_aside(self, head: Head) -> None:
+        """Give the full log its other name. If this process dies here, the next writer finds the head in it."""
+        self._write_head(head)
+        target = full_path(self.path, head.seq)
+        if os.path.lexists(target):
+            raise AuditError(f"the audit log cannot be rotated: {target.name} is there already", remedy=_LOOK)
+        with contextlib.suppress(FileNotFoundError):  # somebody else has just moved it
+            os.rename(self.path, target)
 
     def _find_head(self, fd: int) -> tuple[Head, int]:
         """The last whole record, and how many bytes of a torn one were cut off behind it."""
@@ -121,17 +157,38 @@ class AuditLog:
         known = read_head(self.path)
         if known is None:
             if b"\n" in os.pread(fd, 1 << 20, 0):
-                raise AuditError(
-                    "the head of the audit log is missing or unreadable",
-                    remedy="look into it with `fumehood audit verify`, put the log aside and start a new one",
-                )
-            known = Head(0, GENESIS, 0)
-        elif size < known.size_bytes or not self._ends_with(fd, known):
+                raise AuditError("the head of the audit log is missing or unreadable", remedy=_LOOK)
+            return self._catch_up(fd, Head(0, GENESIS, 0), size)
+        if size >= known.size_bytes and self._ends_with(fd, known):
+            return self._catch_up(fd, known, size)
+        torn_bytes, moved = self._end_of_moved(known)
+        if moved is None:
             raise AuditError(
-                "the audit log is not what its head says: records are missing or changed",
-                remedy="look into it with `fumehood audit verify`, put the log aside and start a new one",
+                "the audit log is not what its head says: records are missing or changed, or it was moved to where "
+                "no file beside it holds its last record",
+                remedy=_LOOK,
             )
-        return self._catch_up(fd, known, size)
+        head, torn_here_bytes = self._catch_up(fd, replace(moved, size_bytes=0), size)
+        return head, torn_bytes + torn_here_bytes
+
+    def _end_of_moved(self, known: Head) -> tuple[int, Head | None]:
+        """The last record of the part that holds the one that ``known`` names, and bytes cut off behind it."""
+        mark = f'"hash":"{known.hash}"}}\n'.encode("ascii")
+        for part in moved_parts(self.path):
+            head: Head | None = None
+            size_bytes = 0
+            for line in lines(part):
+                if head is None:
+                    head = replace(known, size_bytes=0) if line.endswith(mark) and unseal(line) else None
+                elif line.endswith(b"\n"):
+                    head = _next_head(head, line)
+                elif part.suffix != ".gz":
+                    os.truncate(part, size_bytes)
+                    return len(line), head
+                size_bytes += len(line)
+            if head is not None:
+                return 0, head
+        return 0, None
 
     def _ends_with(self, fd: int, head: Head) -> bool:
         end = os.pread(fd, _HASH_MEMBER_BYTES, head.size_bytes - _HASH_MEMBER_BYTES - 1)
@@ -145,16 +202,12 @@ class AuditLog:
             if not line.endswith(b"\n"):
                 os.ftruncate(fd, head.size_bytes)
                 return head, len(line)
-            record = unseal(line)
-            if record is None or record[0].get("prev") != head.hash:
-                raise AuditError("the audit log goes on behind its head with a record that does not follow")
-            head = Head(head.seq + 1, record[1], head.size_bytes + len(line))
+            head = _next_head(head, line)
         return head, 0
 
-    def _write_head(self, head: Head, *, first: bool) -> None:
+    def _write_head(self, head: Head) -> None:
         """Replace the head file. It may lag behind after a power failure: :meth:`_catch_up` reads on from there."""
-        folder = self.path.parent
-        fd, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
+        fd, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
         try:
             with open(fd, "w", encoding="ascii") as file:
                 file.write(f"{head}\n")
@@ -163,17 +216,13 @@ class AuditLog:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
-        if first:  # the names of both files
-            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder_fd)
-            finally:
-                os.close(folder_fd)
 
-
-def head_path(path: Path) -> Path:
-    """Where the head of the log ``path`` is kept."""
-    return path.with_name(path.name + ".head")
+    def _sync_names(self) -> None:
+        folder_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder_fd)
+        finally:
+            os.close(folder_fd)
 
 
 def read_head(path: Path) -> Head | None:
@@ -208,6 +257,14 @@ def unseal(line: bytes) -> tuple[dict[str, Any], str] | None:
     return (record, hash_) if isinstance(record, dict) else None
 
 
+def _next_head(head: Head, line: bytes) -> Head:
+    """The head after one more line. Raises AuditError if it does not follow."""
+    record = unseal(line)
+    if record is None or record[0].get("prev") != head.hash:
+        raise AuditError("the audit log goes on behind its head with a record that does not follow", remedy=_LOOK)
+    return Head(head.seq + 1, record[1], head.size_bytes + len(line))
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What :func:`verify` found: ``problems`` is empty if the log is whole."""
@@ -216,6 +273,7 @@ class Verdict:
     head: Head | None
     problems: tuple[str, ...]
     open_runs: tuple[str, ...]  # started, and no end recorded: still running, or their process was killed
+    parts: int = 1  # files
 
     @property
     def ok(self) -> bool:
@@ -223,46 +281,75 @@ class Verdict:
         return not self.problems
 
 
-def verify(path: Path, *, expected: Head | None = None) -> Verdict:
-    """Check every record of a log, its order and its end. ``expected`` is a head that was kept elsewhere.
+def verify(path: Path, *, expected: Head | None = None, pruned: bool = False) -> Verdict:
+    """Check every record of a log, its order and its end, over all its parts.
 
-    The log is locked against writers meanwhile. Raises AuditError if it cannot be read.
+    ``expected`` is a head that was kept elsewhere. ``pruned`` accepts a log whose oldest parts were removed. Writers
+    are kept waiting meanwhile. Raises AuditError if it cannot be read.
     """
-    problems: list[str] = []
-    open_runs: dict[str, None] = {}
-    hashes_at: dict[int, str] = {}
-    wanted = {h.size_bytes for h in (expected,) if h is not None}
-    prev, count, size, head = GENESIS, 0, 0, None
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            recorded = read_head(path)
-            wanted |= {recorded.size_bytes} if recorded else set()
-            for number, line in enumerate(file, start=1):
-                size += len(line)
-                found = unseal(line) if line.endswith(b"\n") else None
-                if found is None:
-                    problems.append(f"line {number} was changed or is torn")
-                    prev = ""
-                    continue
-                record, hash_ = found
-                if prev and record.get("prev") != prev:
-                    problems.append(f"line {number} does not follow line {number - 1}: removed or reordered records")
-                elif record.get("seq") != number:
-                    problems.append(f"line {number} has the number {record.get('seq')}")
-                prev, count = hash_, count + 1
-                head = Head(number, hash_, size)
-                if size in wanted:
-                    hashes_at[size] = hash_
-                _note_run(record, open_runs)
+        with locked(path, for_writing=False):
+            return _Check(path, expected).of(parts_in_order(path), pruned=pruned)
     except OSError as error:
-        raise AuditError(f"the audit log cannot be read: {error.strerror}") from error
-    if recorded is None and count:
-        problems.append("the head file is missing or unreadable: whether records are missing at the end is unknown")
-    for who, wish in (("the head file", recorded), ("the expected head", expected)):
-        if wish is not None and hashes_at.get(wish.size_bytes) != wish.hash:
-            problems.append(f"the log does not hold record {wish.seq} of {who}: its end is missing or was rewritten")
-    return Verdict(count, head, tuple(problems), tuple(open_runs))
+        raise AuditError(f"the audit log cannot be read: {error.strerror or error}") from error
+
+
+class _Check:
+    """One verification: what was seen up to the line that is looked at."""
+
+    def __init__(self, path: Path, expected: Head | None) -> None:
+        recorded = read_head(path)
+        self.path = path
+        self.wanted = {"the head file": recorded, "the expected head": expected}
+        self.missing = {head.hash for head in (recorded, expected) if head is not None}
+        self.problems: list[str] = []
+        self.open_runs: dict[str, None] = {}
+        self.prev = GENESIS  # "" behind a damaged line: nobody knows
+        self.seq = self.records = 0
+        self.head: Head | None = None
+
+    def of(self, parts: list[Path], *, pruned: bool) -> Verdict:
+        first = first_seq(parts[0])
+        if first and first > 1:
+            self.prev, self.seq = "", first - 1
+            if not pruned:
+                self.problems.append(f"the log begins with record {first}: what came before was removed")
+        for part in parts:
+            self._part(part, f" of {part.name}" if len(parts) > 1 else "")
+        if self.wanted["the head file"] is None and self.records:
+            self.problems.append(
+                "the head file is missing or unreadable: whether records are missing at the end is unknown"
+            )
+        for who, wish in self.wanted.items():
+            if wish is not None and wish.hash in self.missing:
+                self.problems.append(
+                    f"the log does not hold record {wish.seq} of {who}: its end is missing or was rewritten"
+                )
+        return Verdict(self.records, self.head, tuple(self.problems), tuple(self.open_runs), len(parts))
+
+    def _part(self, part: Path, of_part: str) -> None:
+        size_bytes = 0
+        for number, line in enumerate(lines(part), start=1):
+            size_bytes += len(line)
+            self.seq += 1
+            found = unseal(line) if line.endswith(b"\n") else None
+            if found is None:
+                self.problems.append(f"line {number}{of_part} was changed or is torn")
+                self.prev = ""
+                continue
+            record, hash_ = found
+            if self.prev and record.get("prev") != self.prev:
+                before = f"line {number - 1}" if number > 1 else "the end of the part before it"
+                self.problems.append(f"line {number}{of_part} does not follow {before}: removed or reordered records")
+            elif record.get("seq") != self.seq:
+                self.problems.append(f"line {number}{of_part} has the number {record.get('seq')}")
+            if type(record.get("seq")) is int:
+                self.seq = record["seq"]
+            self.prev = hash_
+            self.records += 1
+            self.missing.discard(hash_)
+            self.head = Head(self.seq, hash_, size_bytes)
+            _note_run(record, self.open_runs)
 
 
 def _note_run(record: Mapping[str, Any], open_runs: dict[str, None]) -> None:
@@ -275,25 +362,57 @@ def _note_run(record: Mapping[str, Any], open_runs: dict[str, None]) -> None:
 
 
 def read(path: Path, *, follow_s: float | None = None) -> Iterator[dict[str, Any]]:
-    """The records, lines that are not what was hashed as ``{"event": "damaged"}``.
+    """The records of all parts, lines that are not what was hashed as ``{"event": "damaged"}``.
 
-    With ``follow_s`` it goes on for ever, looking for more that often. Raises AuditError if it cannot be read.
+    With ``follow_s`` it goes on for ever, looking for more that often, also when the log is moved. Raises AuditError if
+    it cannot be read.
     """
     try:
+        parts = parts_in_order(path)
+        for part in parts:
+            at_byte = 0
+            for line in lines(part) if part != path else ():
+                yield _as_read(line, at_byte)
+                at_byte += len(line)
+        if path in parts or follow_s is not None:
+            yield from _tail(path, follow_s)
+    except OSError as error:
+        raise AuditError(f"the audit log cannot be read: {error.strerror or error}") from error
+
+
+def _tail(path: Path, follow_s: float | None) -> Iterator[dict[str, Any]]:
+    """The records of the file that is written to, and with ``follow_s`` of each that takes its place."""
+    while True:
+        while follow_s is not None and not path.exists():  # it was moved, and the next record has not come yet
+            time.sleep(follow_s)
         with path.open("rb") as file:
+            moved = False
             while True:
-                at = file.tell()
+                at_byte = file.tell()
                 line = file.readline()
                 if line.endswith(b"\n"):
-                    found = unseal(line)
-                    yield {**found[0], "hash": found[1]} if found else {"event": "damaged", "at_byte": at}
-                elif follow_s is None:
+                    yield _as_read(line, at_byte)
+                    continue
+                file.seek(at_byte)
+                if follow_s is None:
                     return
-                else:
-                    file.seek(at)
-                    time.sleep(follow_s)
-    except OSError as error:
-        raise AuditError(f"the audit log cannot be read: {error.strerror}") from error
+                if moved:  # and looked at once more: a writer may have had it open when it was moved
+                    break
+                time.sleep(follow_s)
+                moved = _is_another(file.fileno(), path)
+
+
+def _is_another(fd: int, path: Path) -> bool:
+    """Whether ``path`` is another file than the open one by now. One that is missing comes with the next record."""
+    try:
+        return not os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _as_read(line: bytes, at_byte: int) -> dict[str, Any]:
+    found = unseal(line)
+    return {**found[0], "hash": found[1]} if found else {"event": "damaged", "at_byte": at_byte}
 
 
 def _read_line(fd: int, at: int) -> bytes:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fumehood.agent.approval import Action, Approval, Ask, Decision, new_ident
-from fumehood.agent.audit import AuditError, AuditLog
-from fumehood.agent.quotas import LEASE_S, Amounts, Per, QuotaError, Quotas
-from fumehood.errors import ClosedError, FileError, PolicyError, StartError, UnavailableError
+from fumehood.agent.audit import AuditLog
+from fumehood.agent.quotas import LEASE_S, Amounts, Per, Quotas
+from fumehood.errors import AuditError, ClosedError, FileError, PolicyError, QuotaError, StartError, UnavailableError
 from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt, Result, Usage, check_path
 from fumehood.threads import in_thread
 from fumehood.tier import FileInfo, Sandbox, Sink, Tier

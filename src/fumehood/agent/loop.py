@@ -40,10 +40,6 @@ SYSTEM = (
 Stop = Literal["finished", "turns", "refused", "tokens"]
 
 
-class ModelError(FumehoodError):
-    """The model could not be asked, or its answer could not be read. What was run before stays done."""
-
-
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A model's call of a tool; ``arguments`` as it sent them."""

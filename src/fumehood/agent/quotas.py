@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from fumehood.errors import FumehoodError, PolicyError, UnavailableError
+from fumehood.errors import PolicyError, QuotaError, UnavailableError
 
 Resource = Literal["runs", "cpu_s", "wall_s", "output_bytes", "sandboxes"]
 Per = Literal["session", "key"]
@@ -45,15 +45,6 @@ _UNITS = {
     "output_bytes": "bytes of output",
     "sandboxes": "sandboxes at once",
 }
-
-
-class QuotaError(FumehoodError):
-    """A quota is used up: nothing started. ``retry_after_s`` is when to try again, if waiting helps."""
-
-    def __init__(self, message: str, *, quota: Quota, retry_after_s: float | None = None) -> None:
-        super().__init__(message, remedy=f"try again in {retry_after_s:.0f} s" if retry_after_s is not None else None)
-        self.quota = quota
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +217,8 @@ class Quotas:
         message = f"the quota of {quota} is used up: {left:g} left"
         message += f", and this run may use {asked:g}" if asked > 1 else ""
         if asked > quota.limit:
-            raise QuotaError(f"{message}; it never fits", quota=quota)
-        raise QuotaError(message, quota=quota, retry_after_s=self._retry_after(transaction, quota, subject, now))
+            raise QuotaError(f"{message}; it never fits", quota=str(quota))
+        raise QuotaError(message, quota=str(quota), retry_after_s=self._retry_after(transaction, quota, subject, now))
 
     def _used(self, transaction: Transaction, quota: Quota, subject: str, now: float) -> float:
         window_s = quota.window_s if quota.window_s is not None else 0.0

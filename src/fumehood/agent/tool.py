@@ -35,8 +35,8 @@ from fumehood.agent.content import (
     quote,
 )
 from fumehood.agent.gate import AnyRunner, Caller, Gate
-from fumehood.agent.quotas import QuotaError, Quotas
-from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, StartError
+from fumehood.agent.quotas import Quotas
+from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, QuotaError, StartError
 from fumehood.model import Artifact, Code, Command, Outcome, Policy, Result
 from fumehood.runner import Runner
 from fumehood.threads import in_thread

@@ -52,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("log", metavar="FILE")
     verify.add_argument("--expect", metavar="HEAD", help="a head that was kept elsewhere: the log must contain it")
+    verify.add_argument("--pruned", action="store_true", help="accept a log whose oldest parts were removed")
     verify.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
     show = actions.add_parser("show", help="the records, one line each", description="Show the records.")
@@ -71,8 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 _VERIFY = f"""\
 Check every record's hash, their order, and the end of the log against its head file. Exit code 0 if all is well, else
-{ExitCode.FAULT.value}. The head that is printed can be kept elsewhere and be given to --expect later: whoever can
-write both the log and its head file can forge them together, but not into one that holds that head."""
+{ExitCode.AUDIT.value}. The head that is printed can be kept elsewhere and be given to --expect later: whoever can
+write both the log and its head file can forge them together, but not into one that holds that head. Parts that were
+moved aside (FILE.1, FILE-20270131.gz, ...) are taken together with FILE, as by all other actions."""
 _EXPORT = """\
 Write all selected records: as one JSON array, or as CSV with one row a record and the fields that are single values.
 In CSV, a text that a spreadsheet would take for a formula has a ' before it."""
@@ -110,18 +112,19 @@ def _verify(args: argparse.Namespace) -> int:
         expected = Head.parse(args.expect) if args.expect is not None else None
     except ValueError:
         raise PolicyError(f"{args.expect!r} is not a head as `fumehood audit verify` prints it") from None
-    verdict = audit.verify(Path(args.log), expected=expected)
+    verdict = audit.verify(Path(args.log), expected=expected, pruned=args.pruned)
     head = str(verdict.head) if verdict.head is not None else None
     if args.json:
-        told = {"ok": verdict.ok, "records": verdict.records, "head": head}
+        told = {"ok": verdict.ok, "records": verdict.records, "parts": verdict.parts, "head": head}
         print_json(told | {"problems": list(verdict.problems), "open_runs": list(verdict.open_runs)})
     else:
         for problem in verdict.problems:
             print(f"problem: {problem}")
         for run in verdict.open_runs:
             print(f"note: run {escape_line(run)} has a start and no end")
-        print(f"{'whole' if verdict.ok else 'NOT whole'}: {verdict.records} records, head {head}")
-    return 0 if verdict.ok else ExitCode.FAULT
+        parts = "" if verdict.parts == 1 else f" in {verdict.parts} parts"
+        print(f"{'whole' if verdict.ok else 'NOT whole'}: {verdict.records} records{parts}, head {head}")
+    return 0 if verdict.ok else ExitCode.AUDIT
 
 
 def _selected(records: Iterable[dict[str, Any]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

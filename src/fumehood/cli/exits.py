@@ -1,7 +1,7 @@
 """Exit codes of the command line.
 
 The program's own code passes through, and 128+N stands for its death by signal N, as in a shell. What Fumehood has to
-say lies in 240..250, where ordinary programs, shells (126..165) and sysexits.h (64..78) do not tread.
+say lies in 240..253, where ordinary programs, shells (126..165) and sysexits.h (64..78) do not tread.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import enum
 import signal
 
 from fumehood.errors import (
+    AuditError,
     ClosedError,
     FileError,
     FumehoodError,
+    ModelError,
     OutcomeUnknownError,
     PolicyError,
+    QuotaError,
     StartError,
     UnavailableError,
     UnsupportedError,
@@ -44,6 +47,9 @@ class ExitCode(enum.IntEnum):
     OUTPUT = 248, 'limit: it printed more than --output, and the policy says overflow = "stop"'
     DENIED = 249, "approval was refused; nothing ran"
     FAULT = 250, "the host failed (an output could not be written), or Fumehood has a fault"
+    QUOTA = 251, "nothing started: a quota is used up"
+    AUDIT = 252, "the audit log cannot be written or is not whole; nothing started, or the result is withheld"
+    MODEL = 253, "an agent's model could not be asked"
     INTERRUPTED = 128 + signal.SIGINT, "interrupted by Ctrl-C; the sandbox is dead"
     BROKEN_PIPE = 128 + signal.SIGPIPE, "whoever read the output went away; the sandbox is dead"
     TERMINATED = 128 + signal.SIGTERM, "ended by SIGTERM; the sandbox is dead"
@@ -67,6 +73,9 @@ _OF_ERROR: tuple[tuple[type[FumehoodError], ExitCode], ...] = (
     (OutcomeUnknownError, ExitCode.UNKNOWN),
     (FileError, ExitCode.START),  # in a single-use run, files are put in before anything runs
     (ClosedError, ExitCode.FAULT),
+    (QuotaError, ExitCode.QUOTA),
+    (AuditError, ExitCode.AUDIT),
+    (ModelError, ExitCode.MODEL),
 )
 
 

@@ -82,6 +82,11 @@ def configure(parser: argparse.ArgumentParser, *, terminal: bool) -> None:
         choices=("code", "output"),
         help="keep this in the log itself, beside its hash; may be repeated",
     )
+    guards.add_argument(
+        "--audit-rotate",
+        metavar="SIZE",
+        help="move the log aside before it grows beyond this; logrotate(8) may do it instead (default: never)",
+    )
     parser.set_defaults(terminal=terminal)
 
 
@@ -95,7 +100,7 @@ def make_runner(args: argparse.Namespace) -> AsyncRunner:
 def guarded(args: argparse.Namespace, runner: AsyncRunner) -> Iterator[Gate]:
     """``runner`` behind what the options ask for. Raises FumehoodError."""
     caller = Caller(args.session, args.key) if args.session else None
-    audit = AuditLog(args.audit, keep=Keep(**dict.fromkeys(args.audit_keep, True))) if args.audit else None
+    audit = _audit(args)
     approval = _approval(args)
     quotas = _quotas(args)
     try:
@@ -104,6 +109,13 @@ def guarded(args: argparse.Namespace, runner: AsyncRunner) -> Iterator[Gate]:
     finally:
         if quotas is not None:
             quotas.close()
+
+
+def _audit(args: argparse.Namespace) -> AuditLog | None:
+    if args.audit is None:
+        return None
+    rotate_bytes = policy_file.parse_bytes_size(args.audit_rotate) if args.audit_rotate else None
+    return AuditLog(args.audit, keep=Keep(**dict.fromkeys(args.audit_keep, True)), rotate_bytes=rotate_bytes)
 
 
 def _quotas(args: argparse.Namespace) -> Quotas | None:

@@ -8,8 +8,9 @@ from typing import Any
 import anthropic
 
 from fumehood.agent.content import Image, Reply
-from fumehood.agent.loop import ModelError, Tokens, ToolCall, Turn
+from fumehood.agent.loop import Tokens, ToolCall, Turn
 from fumehood.agent.tool import ToolSpec
+from fumehood.errors import ModelError
 
 #: Room for one turn's text and calls; the API demands a bound.
 MAX_TOKENS = 8192

@@ -13,8 +13,9 @@ from typing import Any
 import openai
 
 from fumehood.agent.content import Image, Reply
-from fumehood.agent.loop import ModelError, Tokens, ToolCall, Turn
+from fumehood.agent.loop import Tokens, ToolCall, Turn
 from fumehood.agent.tool import ToolSpec
+from fumehood.errors import ModelError
 
 
 @dataclass(slots=True)
