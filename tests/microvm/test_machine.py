@@ -202,9 +202,9 @@ ENDS = {
 def test_a_hostile_end_is_a_typed_outcome_in_time(name: str) -> None:
     program, outcome = ENDS[name]
     wall_s = 60 if outcome is Outcome.MEMORY else 8
-    policy = Policy(
-        limits=Limits(wall_s=wall_s, cpu_s=60, memory_bytes=64 * MiB, output_bytes=1 * MiB), overflow="stop"
-    )
+    # 64 forks of an interpreter write some 1 MiB each: in 64 MiB the fork flood ends for want of memory.
+    limits = Limits(wall_s=wall_s, cpu_s=60, memory_bytes=256 * MiB, output_bytes=1 * MiB)
+    policy = Policy(limits=limits, overflow="stop")
 
     async def body(tier: MicrovmTier) -> None:
         sandbox = await tier.create(policy)

@@ -138,16 +138,6 @@ PENDING: dict[str, dict[str, tuple[str, ...]]] = {
             "test_every_tier_shows_the_same",
         ),
     },
-    "microvm": {
-        "the processor time of a guest without KVM runs on while the host serves others": (
-            "test_usage_is_of_one_exec",
-            "test_usage_counts_what_was_used",
-        ),
-        "not seen passing as a whole; its fork flood ended as memory where wall was expected, not investigated": (
-            "microvm/test_machine.py",
-        ),
-        "the state was gone after a deadline's interrupt, not investigated": ("test_the_deadline_ends_the_exec",),
-    },
 }
 
 

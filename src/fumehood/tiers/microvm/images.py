@@ -63,6 +63,7 @@ INSIDE = (
     "__init__.py",
     "guest/__init__.py",
     "guest/agent.py",
+    "guest/displays.py",
     "linux/__init__.py",
     "linux/capabilities.py",
     "linux/libc.py",
