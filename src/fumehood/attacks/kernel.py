@@ -172,6 +172,17 @@ hold()
         watch.holds_open(r"^/proc/\d+/mem"), "CVE-2012-0056",
     ),
     Attack(
+        "C6e", _G, "the memory of the process that started the program, opened for reading",
+        """
+keep = []
+for pid in [os.getppid(), *others()]:
+    with trying:
+        keep.append(os.open("/proc/%d/mem" % pid, os.O_RDONLY))
+hold()
+""",
+        watch.holds_open(r"^/proc/\d+/mem"), "CVE-2012-0056", proves=("undumpable",),
+    ),
+    Attack(
         "C7", _G, "the host's name changed",
         """
 name = T.token.encode()

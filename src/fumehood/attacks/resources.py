@@ -19,7 +19,7 @@ end = time.monotonic() + 5
 while time.monotonic() < end:
     pass
 """,
-        watch.outlived(), "the article's six", Boundary.LIMITS, proves=(), limits=_WALL,
+        watch.outlived(), "the article's six", Boundary.LIMITS, proves=("wall",), limits=_WALL,
     ),
     Attack(
         "A2", _G, "C code that never returns to the interpreter (a regular expression that explodes)",
@@ -58,7 +58,7 @@ for _ in range(6):
 for _ in range(6):
     os.wait()
 """,
-        watch.cpu_over(2.2), "isolate's manual", limit="cpu", limits={"wall_s": 15.0, "cpu_s": 1.0}, alone=True,
+        watch.cpu_over(2.2), "isolate's manual", proves=("cpu_time",), limit="cpu", limits={"wall_s": 15.0, "cpu_s": 1.0}, alone=True,
     ),
     Attack(
         "A6", _G, "stops itself, so that it is neither running nor dead",
@@ -270,7 +270,8 @@ with trying:
 for _ in range(3200):
     os.write(1, b"flood\\n" * 10922)
 """,
-        watch.received_over(16 * MiB), "CVE-2021-41091 class", Boundary.LIMITS, limits={"output_bytes": MiB},
+        watch.received_over(16 * MiB), "CVE-2021-41091 class", Boundary.LIMITS, proves=("output",),
+        limits={"output_bytes": MiB},
     ),
     Attack(
         "A28", _G, "200 MB to stderr while stdout is idle",

@@ -168,14 +168,23 @@ AROUND = {
     "memory": "memory cgroup",
     "pids": "pids cgroup",
     "cpu": "cpu cgroup",
+    "undumpable": "PR_SET_DUMPABLE of the agent",
+}
+
+#: Limits that the supervisor holds by itself, watching: :func:`unwatched` is a policy without them.
+WATCHED = {
+    "wall": "the supervisor's clock and a kill of the PID namespace",
+    "cpu_time": "the supervisor reads the count and kills",
+    "output": "bounded reader",
 }
 
 #: Every control of the jail, by name.
-NAMES = (*AROUND, *CLONED, *(name for name, _, _ in SEAL))
+NAMES = (*AROUND, *WATCHED, *CLONED, *(name for name, _, _ in SEAL))
 
 #: Name -> mechanism, for receipts.
 MECHANISMS = {
     **AROUND,
+    **WATCHED,
     **{name: "clone3(2)" for name in CLONED},
     **{name: mechanism for name, mechanism, _ in SEAL},
 }

@@ -80,8 +80,8 @@ def read_back(
         raise StartError(f"cannot read back what is enforced: {error}", tier="jail") from None
     # Landlock shows nowhere: the child would have failed, had the kernel refused the ruleset.
     reading.take("landlock", True, landlock, Held.OFF if landlock == "absent" else Held.HARD)
-    for name in ("descriptors", "session", "environment", "hostname"):
-        reading.take(name, True, "applied")
+    for name in ("descriptors", "session", "environment", "hostname", "undumpable"):
+        reading.take(name, True, "applied")  # as above
     _limits(reading, policy, cgroup, hard)
     if reading.wrong:
         raise StartError(f"not held as asked: {'; '.join(reading.wrong)}", tier="jail")
@@ -161,9 +161,10 @@ def _limits(reading: Reading, policy: Policy, cgroup: dict[str, int | float | No
         reading.take("cpu", value is not None and value <= limits.cpus + 1e-4, value)
     else:
         reading.take("cpu", True, limits.cpus, Held.BEST_EFFORT, "CPU affinity")
-    reading.take("cpu_time", True, limits.cpu_s, _counted(hard), "the supervisor reads the count and kills")
-    reading.take("wall", True, limits.wall_s, Held.HARD, "the supervisor's clock and a kill of the PID namespace")
-    reading.take("output", True, limits.output_bytes, Held.HARD, f"bounded reader, {policy.overflow}")
+    reading.take("cpu_time", True, limits.cpu_s, _counted(hard))
+    reading.take("wall", True, limits.wall_s)
+    mechanism = f"{MECHANISMS['output']}, {policy.overflow}"
+    reading.take("output", True, limits.output_bytes, mechanism=mechanism)
 
 
 def _counted(hard: tuple[str, ...]) -> Held:

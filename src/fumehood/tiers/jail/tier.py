@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -60,6 +60,10 @@ Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
 #: What makes a sandbox fit a policy: its zygote, its limits, and what its receipt says of output.
 Kind = tuple[Key, Limits, str]
 _BARE: Key = (None, (), ())
+
+#: Limits that the supervisor watches -> the control each is, and a value that no attack of the suite reaches.
+_WATCHES = {"wall_s": "wall", "cpu_s": "cpu_time", "output_bytes": "output"}
+_LIFTED: dict[str, Any] = {"wall_s": 3600.0, "cpu_s": 3600.0, "output_bytes": 1 << 30}
 
 
 class _Host:
@@ -110,7 +114,7 @@ class JailTier:
         """A new sandbox, sealed, with its receipt read back. A zygote that was lost is replaced once."""
         require(self, policy)
         channel, enclosure, receipt = await self.start(policy)
-        return GuestSandbox(channel, enclosure, policy, receipt, env=program_env())
+        return GuestSandbox(channel, enclosure, self._watched(policy), receipt, env=program_env())
 
     async def create_warm(self, policy: Policy) -> JailSandbox:
         """The same for later use: it has gone through a run and waits for a program. See :mod:`fumehood.pool`."""
@@ -123,6 +127,11 @@ class JailTier:
             await asyncio.shield(sandbox.close())
             raise
         return sandbox
+
+    def _watched(self, policy: Policy) -> Policy:
+        """The policy whose limits the supervisor watches: all of it, but for what a test switched off."""
+        lifted = {name: value for name, value in _LIFTED.items() if _WATCHES[name] in self._disabled}
+        return replace(policy, limits=replace(policy.limits, **lifted)) if lifted else policy
 
     async def start(self, policy: Policy, *, warm: bool = False) -> Started:
         """The parts of a sandbox, sealed. They belong to the caller, who makes a sandbox of them at once."""
@@ -158,6 +167,7 @@ class JailTier:
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
         rlimits = _rlimits(limits, hard)
+        refuse_higher(rlimits, tier=self.name)
         ours, theirs = socket.socketpair()
         try:
             with theirs:

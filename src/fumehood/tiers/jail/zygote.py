@@ -208,6 +208,8 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
     config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
     sys.path.remove(__file__.rsplit("/fumehood/", 1)[0])
+    if "undumpable" in config["disabled"]:
+        agent.make_undumpable = agent.make_dumpable
     agent.prepare()  # programs see a plain interpreter
     gc.collect()
     gc.freeze()
