@@ -32,6 +32,7 @@ PRINT_AND_SLEEP = "import time\nprint(time.monotonic_ns(), flush=True)\ntime.sle
 PRINT_ONLY = "print(1)"
 
 KILL_WALL_S = 0.25
+_SETTLE_S = 0.03  # in which a tier is done with what it does after a run
 _WARM = 4
 _OPEN_LOOP_WARM = 16
 _MEMORY_WARM = 8
@@ -103,9 +104,12 @@ class Bench:
     def _runner(self, policy: Policy | None = None, warm: int = 0) -> AsyncRunner:
         return AsyncRunner(tier=self.make(), policy=policy, warm=warm)
 
-    def _plain_once(self, times: list[float]) -> None:
-        times.append(plain.once())
-        self._plain.append(times[-1])
+    async def _plain_once(self, times: list[float], arguments: tuple[str, ...] = plain.ARGUMENTS) -> None:
+        """In a thread, and after a pause: a tier's own work between two runs is neither held up nor beside it."""
+        await asyncio.sleep(_SETTLE_S)
+        times.append(await in_thread(plain.once, arguments))
+        if arguments == plain.ARGUMENTS:
+            self._plain.append(times[-1])
 
     # --- latency
 
@@ -149,7 +153,7 @@ class Bench:
         while len(times) < effort.rounds_min or (
             len(times) < effort.rounds and time.perf_counter() - began < effort.budget_s
         ):
-            self._plain_once(plain_s)
+            await self._plain_once(plain_s)
             if prepare is not None:
                 await prepare()  # type: ignore[misc]
             started = time.perf_counter()
@@ -161,7 +165,7 @@ class Bench:
         count = min(self.effort.rounds, 100)
         before = processor.used_s()
         for _ in range(count):
-            plain.once()
+            await in_thread(plain.once)
         middle = processor.used_s()
         began = time.perf_counter()
         done = 0
@@ -182,7 +186,7 @@ class Bench:
                 segment = min(_SEGMENT_S, left_s)
                 left_s -= segment
                 for _ in range(5):
-                    self._plain_once(plain_s)
+                    await self._plain_once(plain_s)
                 await runner.fill()
                 times += await _arrivals(runner, rate, segment, chance)
             pool = runner.tier
@@ -198,7 +202,7 @@ class Bench:
             for callers in self.effort.callers:
                 rates, ratios = [], []
                 for _ in range(self.effort.windows):
-                    processes = plain.per_second(callers, self.effort.window_s)
+                    processes = await in_thread(plain.per_second, callers, self.effort.window_s)
                     runs = await _per_second(runner, callers, self.effort.window_s)
                     rates.append(runs)
                     ratios.append(runs / processes)
@@ -225,7 +229,7 @@ class Bench:
         times: list[float] = []
         async with self._runner() as runner:
             for _ in range(max(self.effort.rounds_min, self.effort.rounds // 10)):
-                self._plain_once(plain_s)
+                await self._plain_once(plain_s)
                 came: list[tuple[int, bytes]] = []
 
                 def sink(stream: Stream, data: bytes, came: list[tuple[int, bytes]] = came) -> None:
@@ -248,7 +252,7 @@ class Bench:
         times: list[float] = []
         async with self._runner(Policy(limits=Limits(wall_s=KILL_WALL_S))) as runner:
             for _ in range(max(self.effort.rounds_min, self.effort.rounds // 8)):
-                self._plain_once(plain_s)
+                await self._plain_once(plain_s)
                 result = await runner.run(SPINNING)
                 if not result.timed_out:
                     raise RuntimeError(f"the program ended by itself: {result.outcome.value} {result.stderr[-500:]}")
@@ -266,7 +270,7 @@ class Bench:
         times: list[float] = []
         async with self._runner(policy, warm=_WARM) as runner:
             for _ in range(rounds.rounds):
-                plain_s.append(plain.once(arguments))
+                await self._plain_once(plain_s, arguments)
                 await runner.fill()
                 await asyncio.sleep(0.01)
                 began = time.perf_counter()
