@@ -58,7 +58,8 @@ for _ in range(6):
 for _ in range(6):
     os.wait()
 """,
-        watch.cpu_over(2.2), "isolate's manual", proves=("cpu_time",), limit="cpu", limits={"wall_s": 15.0, "cpu_s": 1.0}, alone=True,
+        watch.cpu_over(2.2), "isolate's manual", proves=("cpu_time",), limit="cpu",
+        limits={"wall_s": 15.0, "cpu_s": 1.0}, alone=True,
     ),
     Attack(
         "A6", _G, "stops itself, so that it is neither running nor dead",
