@@ -26,6 +26,6 @@ The end. ``kill()`` stops QEMU with SIGSTOP, which no guest can see or avoid; th
 the work folder, which is inside the guest, can still be had: for artifacts the machine is let go on with one order,
 upon which init kills the programs and sends the folder. Then QEMU is killed, and with it all there was.
 
-Where each module runs: ``monitor.py filters.py`` in the jail, ``guest_init.py`` in the guest, the rest in the
-supervisor. All that is about QEMU stands in ``qemu.py``.
+Where each module runs: ``monitor.py filters.py`` in the jail, ``guest_init.py guest_files.py`` in the guest, the rest
+in the supervisor. All that is about QEMU stands in ``qemu.py``.
 """

@@ -34,7 +34,6 @@ import fcntl
 import gc
 import glob
 import importlib
-import itertools
 import json
 import os
 import random
@@ -70,6 +69,7 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUTS,
     clone3,
 )
+from fumehood.tiers.microvm.guest_files import export, put, say
 
 CODE_HOME = "/opt/fumehood"
 
@@ -97,9 +97,6 @@ ENTROPY_HEAD = struct.pack("ii", 8 * 48, 48)  # struct rand_pool_info of <linux/
 _READY = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
 READY = agent.FRAME.pack(len(_READY), 0) + _READY
 SPENT = b'{"op":"spent","memory_peak_bytes":%d,"oom_kills":%d}\n'
-KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
-RUNS_MAX = 1024
-_PATH_MAX = 4000
 _GRACE_MS = 2000  # how long the machine stays for its files once the agent has ended by itself
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
@@ -403,17 +400,6 @@ def report_spent(control: int, peak: int, events: int, status: int) -> None:
 # --- the control port ------------------------------------------------------------------------------------------------
 
 
-def say(control: int, line: dict[str, object]) -> None:
-    """One line to the host."""
-    put(control, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-
-
-def put(control: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(control, view) :]
-
-
 def lines(service: Service) -> Iterator[dict[str, Any]]:
     """What the host asks, one by one, until the agent has ended by itself and the host wants nothing more."""
     wake, wake_in = os.pipe()
@@ -499,80 +485,13 @@ def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
     os.close(theirs)
 
 
-def export(asked: dict[str, Any], service: Service) -> None:
-    """Kill the programs, then send the work folder: at most ``entries`` names and ``bytes`` of content."""
-    work = service.work
-    service.end()
-    entries, left = asked["entries"], asked["bytes"]
-    names: dict[int, str] = {}
-    folders: list[bytes] = [b""]
-    truncated = False
-    while folders:
-        folder = folders.pop(0)
-        fd = os.open(folder or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work)
-        for name in sorted(map(os.fsencode, os.listdir(fd))):
-            path = folder + b"/" + name if folder else name
-            if entries <= 0 or len(path) > _PATH_MAX:
-                truncated = True
-                continue
-            entries -= 1
-            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            left -= send_entry(service.control, fd, name, path, info, left, names)
-            if stat.S_ISDIR(info.st_mode):
-                folders.append(path)
-        os.close(fd)
-    say(service.control, {"op": "exported", "truncated": truncated})
-
-
-def send_entry(
-    control: int, folder: int, name: bytes, path: bytes, info: os.stat_result, left: int, names: dict[int, str]
-) -> int:
-    """One entry with its content, holes left out; the number of bytes sent. Content over ``left`` is not sent."""
-    line: dict[str, Any] = {"op": "entry", "path": path.hex(), "kind": KINDS[stat.S_IFMT(info.st_mode)]}
-    line.update(mode=stat.S_IMODE(info.st_mode), size=0, target="", same="", runs=[])
-    if line["kind"] == "l":
-        line["target"] = os.fsencode(os.readlink(name, dir_fd=folder)).hex()
-    if line["kind"] == "f" and info.st_nlink > 1:
-        first = names.setdefault(info.st_ino, line["path"])
-        line["same"] = "" if first == line["path"] else first
-    if line["kind"] != "f" or line["same"]:
-        say(control, line)
-        return 0
-    line["size"] = info.st_size
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    runs = list(itertools.islice(written_runs(fd, info.st_size), RUNS_MAX + 1))
-    if len(runs) > RUNS_MAX:
-        runs = [(0, info.st_size)]
-    total = sum(length for _, length in runs)
-    if total > left:
-        line["kind"], runs, total = "x", [], 0
-    line["runs"] = runs
-    say(control, line)
-    for offset, length in runs:
-        for start in range(offset, offset + length, 1 << 20):
-            put(control, os.pread(fd, min(1 << 20, offset + length - start), start))
-    os.close(fd)
-    return total
-
-
-def written_runs(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has content, as (offset, length)."""
-    position = 0
-    while position < size:
-        try:
-            start = os.lseek(fd, position, os.SEEK_DATA)
-        except OSError:
-            return  # nothing but a hole is left
-        position = min(os.lseek(fd, start, os.SEEK_HOLE), size)
-        yield start, position - start
-
-
 def serve(service: Service) -> None:
     """Answer the host until the agent ends."""
     become_sandbox(service)
     for asked in lines(service):
         if asked["op"] == "export":
-            export(asked, service)
+            service.end()  # the programs first
+            export(service.control, service.work, asked["entries"], asked["bytes"])
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ INSIDE = (
     "linux/syscalls.py",
     "tiers/__init__.py",
     "tiers/microvm/__init__.py",
+    "tiers/microvm/guest_files.py",
     "tiers/microvm/guest_init.py",
 )
 _PACKAGE = Path(fumehood.__file__).parent

@@ -21,9 +21,11 @@ sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.guest import agent
 from fumehood.linux import capabilities
+from fumehood.linux.mounts import MS_NODEV, MS_NOSUID, MS_RDONLY, bind, make_private
 from fumehood.linux.namespaces import (
     CLONE_NEWIPC,
     CLONE_NEWNET,
+    CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUSER,
     clone3,
@@ -38,13 +40,16 @@ CHANNEL_FD = 3
 _MESSAGE_MAX = 1 << 18
 
 
-def flags(root: bool, network: bool) -> int:
-    """Namespaces of a sandbox: those that hold something here, and the user namespace that an ordinary user needs."""
+def flags(root: bool, network: bool, mounts: bool = False) -> int:
+    """Namespaces of a sandbox: those that hold something here, the user namespace that an ordinary user needs, and
+    with ``mounts`` one to show it a folder in that its user may not reach."""
     wanted = CLONE_NEWPID | CLONE_NEWIPC
     if not network:
         wanted |= CLONE_NEWNET
     if not root:
         wanted |= CLONE_NEWUSER
+    if mounts:
+        wanted |= CLONE_NEWNS
     return wanted
 
 
@@ -65,7 +70,7 @@ def main() -> None:
     if os.getppid() != plan["supervisor"]:
         os._exit(1)  # it is gone already
     try:
-        pid, pidfd = clone3(flags(plan["root"], plan["network"]))
+        pid, pidfd = clone3(flags(plan["root"], plan["network"], plan["shown_at"] is not None))
         if pid == 0:
             control.close()
             become_sandbox(plan, channel)
@@ -116,6 +121,7 @@ def become_sandbox(plan: dict[str, Any], channel: int) -> None:
         if os.read(CHANNEL_FD, 1) != b"G":
             os._exit(0)
         try:
+            show_packages(plan)
             seal(plan)
             prepare(plan)
         except Exception as error:
@@ -125,6 +131,14 @@ def become_sandbox(plan: dict[str, Any], channel: int) -> None:
         agent.serve(CHANNEL_FD, CHANNEL_FD, plan["folder"])
     finally:
         os._exit(1)
+
+
+def show_packages(plan: dict[str, Any]) -> None:
+    """Bind packages that lie where only root may go to a folder that every user may enter."""
+    if plan["shown_at"] is not None:
+        make_private()
+        bind(plan["site_packages"], plan["shown_at"], MS_RDONLY | MS_NOSUID | MS_NODEV)
+        plan["site_packages"] = plan["shown_at"]
 
 
 def seal(plan: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.folders import remove_tree
 from fumehood.linux import process
+from fumehood.linux.rlimits import refuse_higher
 from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
@@ -75,6 +76,8 @@ class SubprocessTier:
         root = os.geteuid() == 0
         uid = _UID_FIRST + random.SystemRandom().randrange(_UID_COUNT) if root else os.geteuid()
         rlimits = _rlimits(policy.limits)
+        refuse_higher(rlimits, tier=self.name)
+        packages = packages_of(policy)
         enclosure: SubprocessEnclosure | None = None
         undo = contextlib.ExitStack()  # of what no enclosure owns yet
         try:
@@ -82,6 +85,10 @@ class SubprocessTier:
             undo.callback(remove_tree, folder)
             if root:
                 os.chown(folder, uid, uid)
+            shown_at = None
+            if root and packages is not None and hidden_part(packages):
+                shown_at = tempfile.mkdtemp(prefix="fumehood-")
+                undo.callback(os.rmdir, shown_at)
             work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             undo.callback(os.close, work_fd)
             ours, theirs = socket.socketpair()
@@ -94,7 +101,8 @@ class SubprocessTier:
                 "network": policy.egress == ("*",),
                 "rlimits": rlimits,
                 "folder": folder,
-                "site_packages": packages_of(policy),
+                "site_packages": packages,
+                "shown_at": shown_at,
                 "preload": list(policy.preload),
             }
             child, control = _launch(plan, theirs)
@@ -102,7 +110,7 @@ class SubprocessTier:
             undo.callback(child.kill)
             undo.enter_context(control)
             pid, pidfd = await _spawned(control)
-            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder, work_fd)
+            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder, work_fd, shown_at)
             undo.pop_all()
             namespaces = process.namespaces(pid)  # while it can be asked: once sealed it is not dumpable
             await handshake(ours, enclosure, tier=self.name)
@@ -124,7 +132,7 @@ class SubprocessTier:
 
 
 class SubprocessEnclosure(PidfdEnclosure):
-    """A sandbox's process tree, the launcher that waits for it, and its folder."""
+    """A sandbox's process tree, the launcher that waits for it, its folder, and the one where it sees packages."""
 
     def __init__(
         self,
@@ -134,11 +142,13 @@ class SubprocessEnclosure(PidfdEnclosure):
         control: socket.socket,
         folder: str,
         work_fd: int,
+        shown_at: str | None,
     ) -> None:
         super().__init__(pid, pidfd, None, cpu_after_death=self._used)
         self._child = child
         self._control = control
         self._folder = folder
+        self._shown_at = shown_at
         self.work_fd = work_fd
 
     async def _used(self) -> float | None:
@@ -152,17 +162,28 @@ class SubprocessEnclosure(PidfdEnclosure):
         """Reap the launcher and remove the folder as well."""
         if self._control.fileno() < 0:
             return
+        folder = self._where()
         await super().release()
         self._control.close()
-        await in_thread(self._clean)
+        await in_thread(self._clean, folder)
 
-    def _clean(self) -> None:
+    def _where(self) -> str:
+        """Where the work folder is now: its own program may have renamed it, and the kernel follows that (proc(5))."""
+        current = os.readlink(f"/proc/self/fd/{self.work_fd}")
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.lstat(current), os.fstat(self.work_fd)):
+                return current
+        return self._folder  # it is gone, or no path leads there
+
+    def _clean(self, folder: str) -> None:
         try:
             self._child.wait(1.0)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        remove_tree(self._folder)
+        remove_tree(folder)
+        if self._shown_at is not None:
+            os.rmdir(self._shown_at)
 
 
 def _launch(plan: dict[str, Any], channel: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -295,7 +316,7 @@ def _read_back(
 def _try_host(root: bool) -> Probe:
     if sys.platform != "linux":
         return Probe(False, f"needs Linux namespaces; this is {platform.system()}", "use a tier of another kind")
-    if root and (hidden := _unreadable_part(base_python())):
+    if root and (hidden := hidden_part(base_python())):
         return Probe(
             False,
             f"started by root it runs as an unprivileged user, who cannot read this Python ({hidden})",
@@ -317,8 +338,8 @@ def _try_host(root: bool) -> Probe:
     return Probe(True)
 
 
-def _unreadable_part(path: str) -> str | None:
-    """The first folder on the way to ``path`` that not every user may pass, or None."""
+def hidden_part(path: str) -> str | None:
+    """The first part of ``path``, from the root on, that not every user may pass, or None."""
     for part in (*reversed(Path(path).parents), Path(path)):
         if not os.stat(part).st_mode & stat.S_IXOTH:
             return str(part)
