@@ -27,7 +27,7 @@ from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Sink, 
 T = TypeVar("T")
 
 
-def _program(program: Program | str | bytes, *, displays: bool = False, context: str | None = None) -> Program:
+def as_program(program: Program | str | bytes, *, displays: bool = False, context: str | None = None) -> Program:
     """The program, with what was said beside it. Raises PolicyError for a command with what only code has."""
     wanted = Code(program) if isinstance(program, (str, bytes)) else program
     if displays or context is not None:
@@ -35,6 +35,11 @@ def _program(program: Program | str | bytes, *, displays: bool = False, context:
             raise PolicyError("displays and contexts are of code, not of commands")
         wanted = replace(wanted, displays=displays or wanted.displays, context=context or wanted.context)
     return wanted
+
+
+def as_inputs(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    """Input files by their clean paths. Raises PolicyError."""
+    return {check_path(path): data for path, data in (files or {}).items()}
 
 
 def _check_folder(out: Path) -> None:
@@ -92,9 +97,11 @@ class AsyncRunner:
         Raises PolicyError (malformed request), StartError (nothing ran), FileError (a file could not be put in),
         OutcomeUnknownError, ClosedError.
         """
-        wanted = _program(program, displays=displays)
-        inputs = {check_path(path): data for path, data in (files or {}).items()}
+        wanted = as_program(program, displays=displays)
+        inputs = as_inputs(files)
         require(self.tier, self.policy, program=wanted, files=bool(inputs) or out is not None)
+        if out is not None:
+            _check_folder(out)
         sandbox = await self._create()
         try:
             for path, data in inputs.items():
@@ -296,7 +303,7 @@ class LiveSandbox:
 
         ``context`` names the namespace that code runs in, see :class:`fumehood.model.Code`.
         """
-        return self._portal.call(self._sandbox.exec(_program(program, context=context), stdin=stdin, sink=sink))
+        return self._portal.call(self._sandbox.exec(as_program(program, context=context), stdin=stdin, sink=sink))
 
     def start(
         self,
@@ -308,7 +315,7 @@ class LiveSandbox:
         context: str | None = None,
     ) -> LiveProgram:
         """Begin to run a program, and return while it runs."""
-        wanted = _program(program, context=context)
+        wanted = as_program(program, context=context)
         starting = self._sandbox.start(wanted, stdin=stdin, sink=sink, background=background)
         return LiveProgram(self._portal, self._portal.call(starting))
 

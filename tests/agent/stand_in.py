@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,42 @@ class StandInTier:
         return None
 
 
+class StandInProgram:
+    def __init__(self, end: asyncio.Future[Result]) -> None:
+        self._end = end
+        self.calls: list[tuple[Any, ...]] = []
+
+    @property
+    def done(self) -> bool:
+        return self._end.done()
+
+    @property
+    def stdout_data(self) -> bytes:
+        return b"so far"
+
+    @property
+    def stderr_data(self) -> bytes:
+        return b""
+
+    async def wait(self) -> Result:
+        return await asyncio.shield(self._end)
+
+    async def write(self, data: bytes) -> None:
+        self.calls.append(("write", data))
+
+    async def close_stdin(self) -> None:
+        self.calls.append(("close_stdin",))
+
+    async def signal(self, number: int) -> None:
+        self.calls.append(("signal", number))
+
+    async def kill(self) -> None:
+        self._end.cancel()
+
+    async def resize(self, rows: int, columns: int) -> None:
+        self.calls.append(("resize", rows, columns))
+
+
 class StandInSandbox:
     receipt = RECEIPT
 
@@ -45,6 +82,7 @@ class StandInSandbox:
         self._runner = runner
         self.files: dict[str, bytes] = {}
         self.saved_to: list[Path | None] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
@@ -64,7 +102,37 @@ class StandInSandbox:
         del self.files[path]
 
     async def interrupt(self) -> None:
-        return None
+        self.calls.append(("interrupt",))
+
+    def expire_after(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> None:
+        self.calls.append(("expire_after", idle_s, lifetime_s))
+
+    async def start(
+        self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
+    ) -> StandInProgram:
+        return StandInProgram(asyncio.ensure_future(self._runner.play(program, sink)))
+
+    async def write_stream(self, path: str, source: Any) -> None:
+        self.files[path] = b"".join(source)
+
+    async def read_stream(self, path: str) -> AsyncIterator[bytes]:
+        yield self.files[path]
+
+    async def stat(self, path: str) -> FileInfo:
+        return FileInfo(path, "file", len(self.files[path]))
+
+    async def rename(self, path: str, new_path: str) -> None:
+        self.files[new_path] = self.files.pop(path)
+
+    async def make_folder(self, path: str) -> None:
+        self.calls.append(("make_folder", path))
+
+    async def export_tar(self, path: str = "", *, skipped: Any = None) -> AsyncIterator[bytes]:
+        for data in self.files.values():
+            yield data
+
+    async def import_tar(self, source: Any, path: str = "") -> None:
+        self.calls.append(("import_tar", path, b"".join(source)))
 
     async def close(self, *, out: Path | None = None) -> tuple[Any, ...]:
         self.saved_to.append(out)
@@ -96,11 +164,14 @@ class StandInRunner:
         stdin: bytes = b"",
         out: Path | None = None,
         sink: Sink | None = None,
+        displays: bool = False,
     ) -> Result:
         return await self.play(Code(program) if isinstance(program, (str, bytes)) else program, sink)
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[StandInSandbox]:
+    async def open(
+        self, *, idle_s: float | None = None, lifetime_s: float | None = None
+    ) -> AsyncIterator[StandInSandbox]:
         sandbox = StandInSandbox(self)
         self.sandboxes.append(sandbox)
         yield sandbox

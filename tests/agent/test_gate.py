@@ -13,7 +13,8 @@ from stand_in import StandInRunner, result
 
 from fumehood.agent.approval import Approval, CallbackApprover, Decision, file_out
 from fumehood.agent.audit import AuditLog, Keep, read, verify
-from fumehood.agent.gate import Caller, Gate
+from fumehood.agent.books import Caller
+from fumehood.agent.gate import Gate
 from fumehood.agent.quotas import Quota, Quotas
 from fumehood.errors import AuditError, OutcomeUnknownError, QuotaError, StartError
 from fumehood.model import Code, Limits, Outcome, Program, Result

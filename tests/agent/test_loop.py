@@ -145,8 +145,12 @@ def test_a_model_mends_its_error_and_draws_a_chart(api: str, jail: Runner, pengu
     assert lines[4]["blocks"][1]["media_type"] == "image/png"
     assert base64.b64decode(lines[4]["blocks"][1]["base64"]) == chart
     assert verify(log.path).ok
-    assert [r["event"] for r in read(log.path)] == ["started", "ended"] * 2
-    assert next(read(log.path))["code"] == WRONG
+    table, *runs, image = read(log.path)
+    assert [r["event"] for r in runs] == ["started", "ended"] * 2
+    assert runs[0]["code"] == WRONG
+    assert [(r["operation"], r["path"]) for r in (table, image)] == [
+        ("write_file", "penguins.csv"), ("read_file", "means.png"),
+    ]  # fmt: skip
 
 
 HOSTILE = """

@@ -8,6 +8,8 @@ and a live sandbox that it opens asks at each exec. In this order:
 3. The start is recorded (:mod:`fumehood.agent.audit`) and on the disk before anything starts, or AuditError is raised.
 4. It runs. Then, whatever came of it (an error and a cancellation too), the reservation becomes what was used, and the
    end is recorded. A result whose end cannot be recorded is withheld.
+
+Here is the order; what each step does is in :mod:`fumehood.agent.books`.
 """
 
 from __future__ import annotations
@@ -15,27 +17,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from fumehood.agent.approval import Action, Approval, Ask, Decision, new_ident
+from fumehood.agent.approval import Approval, Decision, new_ident
 from fumehood.agent.audit import AuditLog
-from fumehood.agent.quotas import LEASE_S, Amounts, Per, Quotas
-from fumehood.errors import AuditError, ClosedError, FileError, PolicyError, QuotaError, StartError, UnavailableError
-from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt, Result, Usage, check_path
-from fumehood.threads import in_thread
-from fumehood.tier import FileInfo, Sandbox, Sink, Tier
-
-T = TypeVar("T")
-
-#: Errors of a runner's ``run`` and a sandbox's ``exec`` that come before the program starts.
-_NOTHING_RAN = (StartError, PolicyError, UnavailableError, FileError, ClosedError)
+from fumehood.agent.books import Books, Caller, to_the_end
+from fumehood.agent.quotas import Amounts, Quotas
+from fumehood.errors import ClosedError, FileError, UnsupportedError
+from fumehood.model import Artifact, Policy, Program, Receipt, Result
+from fumehood.runner import as_inputs, as_program
+from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sink, Tier
 
 #: How many input files a record names; the rest are counted.
 FILES_RECORDED_MAX = 64
+
+#: How much of a path a record holds; what is longer is none, and refused by the sandbox.
+_PATH_CHARS_MAX = 4096
 
 
 class AnyRunner(Protocol):
@@ -55,31 +55,12 @@ class AnyRunner(Protocol):
         stdin: bytes = b"",
         out: Path | None = None,
         sink: Sink | None = None,
+        displays: bool = False,
     ) -> Result: ...
 
-    def open(self) -> AbstractAsyncContextManager[Sandbox]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """On whose behalf: ``session`` is one conversation, ``key`` names (never holds) the credential that was used."""
-
-    session: str
-    key: str = ""
-
-    @property
-    def subjects(self) -> dict[Per, str]:
-        """Whose quotas count."""
-        return {"session": self.session, "key": self.key} if self.key else {"session": self.session}
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """A run that was let through."""
-
-    run: str
-    reservation: str | None
-    began: float  # the event loop's time
+    def open(
+        self, *, idle_s: float | None = None, lifetime_s: float | None = None
+    ) -> AbstractAsyncContextManager[FullSandbox]: ...
 
 
 class Gate:
@@ -99,9 +80,7 @@ class Gate:
     ) -> None:
         self._runner = runner
         self.caller = caller if caller is not None else Caller(new_ident())
-        self._approval = approval
-        self._quotas = quotas
-        self._audit = audit
+        self._books = Books(runner.policy, runner.tier, self.caller, approval=approval, quotas=quotas, audit=audit)
 
     @property
     def policy(self) -> Policy:
@@ -115,7 +94,9 @@ class Gate:
 
     def for_caller(self, caller: Caller) -> Gate:
         """The same gate for somebody else."""
-        return Gate(self._runner, caller=caller, approval=self._approval, quotas=self._quotas, audit=self._audit)
+        gate = Gate(self._runner, caller=caller)
+        gate._books = self._books.for_caller(caller)
+        return gate
 
     async def run(
         self,
@@ -125,274 +106,274 @@ class Gate:
         stdin: bytes = b"",
         out: Path | None = None,
         sink: Sink | None = None,
+        displays: bool = False,
     ) -> Result:
         """As :meth:`fumehood.runner.AsyncRunner.run`; also raises QuotaError and AuditError. See the module."""
-        wanted = Code(program) if isinstance(program, (str, bytes)) else program
-        inputs = {check_path(path): data for path, data in (files or {}).items()}
-        details = {"files": _named(inputs), "saves_files": out is not None}
-        ticket = await self._admit(wanted, details, sandboxes=1, saves_files=out is not None)
+        wanted = as_program(program, displays=displays)
+        inputs = as_inputs(files)
+        details = {"files": _named(inputs), **_stdin_facts(stdin), "saves_files": out is not None}
+        ticket = await self._books.admit(wanted, details, sandboxes=1, saves_files=out is not None)
         if isinstance(ticket, Decision):
-            return self._denied(ticket)
-        return await self._accompany(ticket, self._runner.run(wanted, files=inputs, stdin=stdin, out=out, sink=sink))
+            return self._books.denied(ticket)
+        run = self._runner.run(wanted, files=inputs, stdin=stdin, out=out, sink=sink)
+        return await self._books.accompany(ticket, run)
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[GatedSandbox]:
+    async def open(
+        self, *, idle_s: float | None = None, lifetime_s: float | None = None
+    ) -> AsyncIterator[GatedSandbox]:
         """A live sandbox whose execs pass the gate one by one. Raises as the runner's, and QuotaError."""
-        reservation = await self._reserve(Amounts(sandboxes=1))
+        books = self._books
+        reservation = await books.reserve(Amounts(sandboxes=1))
+        gated: GatedSandbox | None = None
         try:
-            async with self._runner.open() as sandbox, self._renewing(reservation):
-                yield GatedSandbox(sandbox, self, new_ident())
+            async with self._runner.open(idle_s=idle_s, lifetime_s=lifetime_s) as sandbox, books.renewing(reservation):
+                gated = GatedSandbox(sandbox, books)
+                yield gated
         finally:
-            await _to_the_end(self._settle(reservation, Amounts()))
-
-    # --- admitting
-
-    async def _admit(
-        self, program: Program, details: Mapping[str, Any], *, sandboxes: int, saves_files: bool
-    ) -> _Ticket | Decision:
-        run = new_ident()
-        facts = {**_program_facts(program), **details}
-        action: Action = "run_python" if isinstance(program, Code) else "run_command"
-        ask = self._ask(run, action, program, saves_files=saves_files)
-        if refused := await self._ask_if_needed(ask, facts):
-            return refused
-        limits = self.policy.limits
-        most = Amounts(1, limits.cpu_s, limits.wall_s, limits.output_bytes, sandboxes)
-        try:
-            reservation = await self._reserve(most, lease_s=limits.wall_s)
-        except QuotaError as error:
-            await self._record("over_quota", run, {**facts, "quota": str(error.quota)})
-            raise
-        try:
-            await _to_the_end(self._record("started", run, {**facts, **self._code(program)}))
-        except BaseException as error:
-            await _to_the_end(self._settle(reservation, Amounts()))
-            if not isinstance(error, AuditError):  # cancelled when the record was there already
-                await _to_the_end(self._record_failure("failed", run, error, nothing_ran=True))
-            raise
-        return _Ticket(run, reservation, asyncio.get_running_loop().time())
-
-    def _ask(self, run: str, action: Action, program: Program | None, *, saves_files: bool) -> Ask:
-        caller = self.caller
-        return Ask(run, action, program, caller.session, caller.key, self.tier.name, self.policy, saves_files)
-
-    async def _ask_if_needed(self, ask: Ask, facts: Mapping[str, Any]) -> Decision | None:
-        """None if it may go on, else the refusal. Question and answer are recorded."""
-        if self._approval is None:
-            return None
-        reasons = self._approval.reasons(ask)
-        if not reasons:
-            return None
-        code = self._code(ask.program) if ask.program is not None else {}
-        await self._record("asked", ask.ident, {**facts, **code, "action": ask.action, "reasons": list(reasons)})
-        try:
-            decision = await self._approval.decide(replace(ask, reasons=reasons))
-        except BaseException as error:
-            await _to_the_end(self._record_failure("unanswered", ask.ident, error, nothing_ran=True))
-            raise
-        event = "approved" if decision.approved else "timed_out" if decision.timed_out else "denied"
-        await self._record(event, ask.ident, {"by": decision.by, "reason": decision.reason})
-        return None if decision.approved else decision
-
-    def _denied(self, decision: Decision) -> Result:
-        why = decision.reason if decision.timed_out else f"approval was refused by {decision.by}"
-        if decision.reason and not decision.timed_out:
-            why += f": {decision.reason}"
-        receipt = Receipt(self.tier.name, self.tier.features.boundary, (), notes=(why, "nothing was started"))
-        return Result(Outcome.DENIED, None, b"", b"", 0.0, Usage(), receipt)
-
-    # --- the run and its end
-
-    async def _accompany(self, ticket: _Ticket, run: Coroutine[Any, Any, Result]) -> Result:
-        """Await ``run`` and close its books, whatever comes of it."""
-        try:
-            result = await run
-        except BaseException as error:
-            await _to_the_end(self._failed(ticket, error))
-            raise
-        await _to_the_end(self._ended(ticket, result))
-        return result
-
-    async def _failed(self, ticket: _Ticket, error: BaseException) -> None:
-        limits = self.policy.limits
-        seconds = asyncio.get_running_loop().time() - ticket.began
-        # What was lost or cancelled may have used all that it was allowed; what never started used nothing.
-        used = Amounts(1, limits.cpu_s, min(seconds, limits.wall_s), limits.output_bytes)
-        nothing_ran = isinstance(error, _NOTHING_RAN)
-        with contextlib.suppress(UnavailableError):  # the first error says more; the reservation's lease ends it
-            await self._settle(ticket.reservation, Amounts() if nothing_ran else used)
-        await self._record_failure("failed", ticket.run, error, nothing_ran=nothing_ran, seconds=round(seconds, 6))
-
-    async def _record_failure(self, event: str, run: str, error: BaseException, **fields: Any) -> None:
-        with contextlib.suppress(AuditError):  # the first error says more; the log shows a start without an end
-            await self._record(event, run, {"error": type(error).__name__, **fields})
-
-    async def _ended(self, ticket: _Ticket, result: Result) -> None:
-        limits = self.policy.limits
-        output_bytes = len(result.stdout_data) + len(result.stderr_data)
-        cpu_s = result.usage.cpu_s
-        if cpu_s is None:  # nobody counted
-            cpu_s = min(result.seconds * max(limits.cpus, 1.0), limits.cpu_s)
-        try:
-            await self._record("ended", ticket.run, self._ending(result))
-        except AuditError as error:
-            message = f"{error.message}; the run took place, and its result is withheld"
-            raise AuditError(message, remedy=error.remedy) from error
-        finally:
-            await self._settle(ticket.reservation, Amounts(1, cpu_s, result.seconds, output_bytes))
-
-    def _ending(self, result: Result) -> dict[str, Any]:
-        usage = result.usage
-        fields = {
-            "outcome": result.outcome.value,
-            "exit_code": result.exit_code,
-            "seconds": round(result.seconds, 6),
-            "cpu_s": usage.cpu_s,
-            "memory_peak_bytes": usage.memory_peak_bytes,
-            "stdout_bytes": usage.stdout_bytes,
-            "stderr_bytes": usage.stderr_bytes,
-            "stdout_sha256": hashlib.sha256(result.stdout_data).hexdigest(),
-            "stderr_sha256": hashlib.sha256(result.stderr_data).hexdigest(),
-            "artifacts": [{"path": a.path, "size_bytes": a.size_bytes, "skipped": a.skipped} for a in result.artifacts],
-            "receipt": result.receipt.to_dict(),
-        }
-        if self._audit is not None and self._audit.keep.output:
-            fields["stdout"] = result.stdout_data.decode("utf-8", "surrogateescape")
-            fields["stderr"] = result.stderr_data.decode("utf-8", "surrogateescape")
-        return fields
-
-    # --- quotas and the log, off the event loop: both wait for locks and the disk
-
-    async def _reserve(self, most: Amounts, *, lease_s: float = 0.0) -> str | None:
-        if self._quotas is None:
-            return None
-        quotas = self._quotas
-        waiting = asyncio.ensure_future(in_thread(quotas.reserve, self.caller.subjects, most, lease_s=lease_s))
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            waiting.add_done_callback(self._give_back)
-            raise
-
-    def _give_back(self, done: asyncio.Future[str]) -> None:
-        """A reservation that came after its caller was cancelled."""
-        if not done.cancelled() and done.exception() is None and self._quotas is not None:
-            self._quotas.settle(done.result(), Amounts())
-
-    async def _settle(self, reservation: str | None, used: Amounts) -> None:
-        if self._quotas is not None and reservation is not None:
-            await in_thread(self._quotas.settle, reservation, used)
-
-    @contextlib.asynccontextmanager
-    async def _renewing(self, reservation: str | None) -> AsyncIterator[None]:
-        """Keep a live sandbox's reservation alive as long as it is."""
-        quotas = self._quotas
-        if quotas is None or reservation is None:
-            yield
-            return
-
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(LEASE_S / 3)
-                await in_thread(quotas.renew, reservation)
-
-        task = asyncio.create_task(renew())
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    async def _record(self, event: str, run: str, fields: Mapping[str, Any]) -> None:
-        if self._audit is None:
-            return
-        who = {"run": run, "session": self.caller.session, "key": self.caller.key}
-        where = {"tier": self.tier.name, "policy_sha256": self.policy.digest()}
-        await in_thread(self._audit.append, event, {**who, **where, **fields})
-
-    def _code(self, program: Program) -> dict[str, str]:
-        """The program's text, if the log keeps it."""
-        if self._audit is None or not self._audit.keep.code:
-            return {}
-        if isinstance(program, Code):
-            return {"code": program.data.decode("utf-8", "surrogateescape")}
-        return {"code": "\0".join(program.argv)}
+            if gated is not None:
+                await to_the_end(gated._settled())
+            await to_the_end(books.settle(reservation, Amounts()))
 
 
 class GatedSandbox:
-    """A live :class:`~fumehood.tier.Sandbox` whose execs, and files saved at its end, pass the gate."""
+    """A live :class:`~fumehood.tier.FullSandbox` behind the gate; its methods mean what the sandbox's do.
 
-    def __init__(self, sandbox: Sandbox, gate: Gate, ident: str) -> None:
+    Programs pass the gate one by one. What changes a file, takes one in or hands one out is recorded before it is done
+    (AuditError, and it is not done, if that fails); looking at the list of files is not. Files saved on the host, and
+    a folder exported as an archive, need the approval that the rules ask for.
+    """
+
+    def __init__(self, sandbox: FullSandbox, books: Books) -> None:
         self._sandbox = sandbox
-        self._gate = gate
-        self._ident = ident
+        self._books = books
+        self._ident = new_ident()
+        self._ends: set[asyncio.Task[Result]] = set()  # of programs that were started
 
     @property
     def receipt(self) -> Receipt:
         """What is enforced on it."""
         return self._sandbox.receipt
 
+    # --- programs
+
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
     ) -> Result:
         """As the sandbox's; also raises QuotaError and AuditError, and may return Outcome.DENIED."""
-        gate = self._gate
-        ticket = await gate._admit(program, {"sandbox": self._ident}, sandboxes=0, saves_files=False)
+        details = {"sandbox": self._ident, **_stdin_facts(stdin)}
+        ticket = await self._books.admit(program, details, sandboxes=0, saves_files=False)
         if isinstance(ticket, Decision):
-            return gate._denied(ticket)
-        return await gate._accompany(ticket, self._sandbox.exec(program, stdin=stdin, sink=sink, last=last))
+            return self._books.denied(ticket)
+        return await self._books.accompany(ticket, self._sandbox.exec(program, stdin=stdin, sink=sink, last=last))
 
-    async def write_file(self, path: str, data: bytes) -> None:
-        """As the sandbox's."""
-        await self._sandbox.write_file(path, data)
+    async def start(
+        self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
+    ) -> RunningProgram:
+        """As the sandbox's; also raises QuotaError and AuditError. A refusal is a program that is over at once.
 
-    async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
-        """As the sandbox's."""
-        return await self._sandbox.read_file(path, max_bytes=max_bytes)
+        Its books are closed when it ends, whoever waits for it. What it is given to read is not recorded. A command in
+        the background has no deadline, so it is refused (UnsupportedError) where a quota on wall_s holds.
+        """
+        if background and self._books.has_quota_on_wall_s():
+            what = "a command in the background under a quota on wall_s"
+            raise UnsupportedError(f"cannot hold: {what}", unmet=(what,), tier=self.receipt.tier)
+        details = {"sandbox": self._ident, "background": background}
+        ticket = await self._books.admit(program, details, sandboxes=0, saves_files=False)
+        if isinstance(ticket, Decision):
+            return DeniedProgram(self._books.denied(ticket))
+        started: asyncio.Future[RunningProgram] = asyncio.get_running_loop().create_future()
 
-    async def list_files(self) -> tuple[FileInfo, ...]:
-        """As the sandbox's."""
-        return await self._sandbox.list_files()
+        async def run() -> Result:
+            running = await self._sandbox.start(program, stdin=stdin, sink=sink, background=background)
+            started.set_result(running)
+            async with self._books.renewing(ticket.reservation):
+                return await running.wait()
 
-    async def remove(self, path: str) -> None:
-        """As the sandbox's."""
-        await self._sandbox.remove(path)
+        end = asyncio.ensure_future(self._books.accompany(ticket, run()))
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+        end.add_done_callback(lambda task: task.cancelled() or task.exception())  # not awaited by everybody
+        try:
+            either: set[asyncio.Future[Any]] = {started, end}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not started.done():
+                end.cancel()
+            raise
+        if not started.done():
+            await end  # which raises why
+        return GatedProgram(started.result(), end)
 
     async def interrupt(self) -> None:
         """As the sandbox's."""
         await self._sandbox.interrupt()
 
+    def expire_after(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> None:
+        """As the sandbox's."""
+        self._sandbox.expire_after(idle_s=idle_s, lifetime_s=lifetime_s)
+
+    # --- files
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """As the sandbox's; recorded with the content's hash."""
+        await self._note("write_file", path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        await self._sandbox.write_file(path, data)
+
+    async def write_stream(self, path: str, source: AsyncIterable[bytes] | Iterable[bytes]) -> None:
+        """As the sandbox's; recorded by name, since the content is not there yet."""
+        await self._note("write_stream", path)
+        await self._sandbox.write_stream(path, source)
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
+        """As the sandbox's; recorded."""
+        await self._note("read_file", path)
+        return await self._sandbox.read_file(path, max_bytes=max_bytes)
+
+    async def read_stream(self, path: str) -> AsyncIterator[bytes]:
+        """As the sandbox's; recorded."""
+        await self._note("read_stream", path)
+        async for piece in self._sandbox.read_stream(path):
+            yield piece
+
+    async def list_files(self) -> tuple[FileInfo, ...]:
+        """As the sandbox's."""
+        return await self._sandbox.list_files()
+
+    async def stat(self, path: str) -> FileInfo:
+        """As the sandbox's."""
+        return await self._sandbox.stat(path)
+
+    async def remove(self, path: str) -> None:
+        """As the sandbox's; recorded."""
+        await self._note("remove", path)
+        await self._sandbox.remove(path)
+
+    async def rename(self, path: str, new_path: str) -> None:
+        """As the sandbox's; recorded."""
+        await self._note("rename", path, new_path=str(new_path)[:_PATH_CHARS_MAX])
+        await self._sandbox.rename(path, new_path)
+
+    async def make_folder(self, path: str) -> None:
+        """As the sandbox's; recorded."""
+        await self._note("make_folder", path)
+        await self._sandbox.make_folder(path)
+
+    async def export_tar(
+        self, path: str = "", *, skipped: Callable[[str, str], None] | None = None
+    ) -> AsyncIterator[bytes]:
+        """As the sandbox's; recorded. Raises FileError where saving files needs approval and is refused."""
+        if refusal := await self._books.refusal_of_saving({"sandbox": self._ident, "path": path}):
+            raise FileError(f"not exported: {self._books.denied(refusal).receipt.notes[0]}", tier=self.receipt.tier)
+        await self._note("export_tar", path)
+        async for piece in self._sandbox.export_tar(path, skipped=skipped):
+            yield piece
+
+    async def import_tar(self, source: AsyncIterable[bytes] | Iterable[bytes], path: str = "") -> None:
+        """As the sandbox's; recorded by the folder's name."""
+        await self._note("import_tar", path)
+        await self._sandbox.import_tar(source, path)
+
+    async def _note(self, operation: str, path: str, **fields: Any) -> None:
+        await self._books.note_file(self._ident, operation, str(path)[:_PATH_CHARS_MAX], **fields)
+
+    # --- the end
+
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
         """As the sandbox's; where saving files needs approval and is refused, nothing is saved."""
-        if out is not None:
-            gate = self._gate
-            ask = gate._ask(new_ident(), "save_files", None, saves_files=True)
-            if await gate._ask_if_needed(ask, {"sandbox": self._ident}):
-                out = None
-        return await self._sandbox.close(out=out)
+        if out is not None and await self._books.refusal_of_saving({"sandbox": self._ident}):
+            out = None
+        try:
+            return await self._sandbox.close(out=out)
+        finally:
+            await self._settled()
+
+    async def _settled(self) -> None:
+        """Wait until the books of all programs are closed; called when the sandbox is gone, and they with it."""
+        if self._ends:
+            await asyncio.wait(self._ends)
 
 
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``; a cancellation is passed on only when it is done."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        task.exception()
-        raise
+class GatedProgram:
+    """A program under way in a gated sandbox. Its end is there when it is recorded."""
+
+    def __init__(self, running: RunningProgram, end: asyncio.Task[Result]) -> None:
+        self._running = running
+        self._end = end
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, and its books closed."""
+        return self._end.done()
+
+    @property
+    def stdout_data(self) -> bytes:
+        """What it has printed so far."""
+        return self._running.stdout_data
+
+    @property
+    def stderr_data(self) -> bytes:
+        """The same of stderr."""
+        return self._running.stderr_data
+
+    async def wait(self) -> Result:
+        """Its end, as the sandbox has it; raises AuditError if that could not be recorded."""
+        return await asyncio.shield(self._end)
+
+    async def write(self, data: bytes) -> None:
+        """As the program's."""
+        await self._running.write(data)
+
+    async def close_stdin(self) -> None:
+        """As the program's."""
+        await self._running.close_stdin()
+
+    async def signal(self, number: int) -> None:
+        """As the program's."""
+        await self._running.signal(number)
+
+    async def kill(self) -> None:
+        """As the program's."""
+        await self._running.kill()
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """As the program's."""
+        await self._running.resize(rows, columns)
 
 
-def _program_facts(program: Program) -> dict[str, Any]:
-    if isinstance(program, Code):
-        return {
-            "kind": "code",
-            "code_sha256": hashlib.sha256(program.data).hexdigest(),
-            "code_bytes": len(program.data),
-        }
-    raw = b"\0".join(a.encode("utf-8", "surrogateescape") for a in program.argv)
-    return {"kind": "command", "code_sha256": hashlib.sha256(raw).hexdigest(), "code_bytes": len(raw)}
+class DeniedProgram:
+    """A program that was not approved: over before it began."""
+
+    done = True
+    stdout_data = b""
+    stderr_data = b""
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    async def wait(self) -> Result:
+        """The refusal, Outcome.DENIED."""
+        return self._result
+
+    async def write(self, data: bytes) -> None:
+        """There is nobody to read it. Raises ClosedError."""
+        raise ClosedError("the program was not approved and never ran", tier=self._result.receipt.tier)
+
+    async def close_stdin(self) -> None:
+        """Nothing."""
+
+    async def signal(self, number: int) -> None:
+        """Nothing."""
+
+    async def kill(self) -> None:
+        """Nothing."""
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Nothing."""
+
+
+def _stdin_facts(stdin: bytes) -> dict[str, Any]:
+    return {"stdin_bytes": len(stdin), "stdin_sha256": hashlib.sha256(stdin).hexdigest()} if stdin else {}
 
 
 def _named(files: Mapping[str, bytes]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from fumehood.agent.approval import Approval
 from fumehood.agent.audit import AuditLog
+from fumehood.agent.books import Caller
 from fumehood.agent.content import (
     IMAGE_BYTES_MAX,
     STREAM_CHARS_MAX,
@@ -34,7 +35,7 @@ from fumehood.agent.content import (
     image_of,
     quote,
 )
-from fumehood.agent.gate import AnyRunner, Caller, Gate
+from fumehood.agent.gate import AnyRunner, Gate
 from fumehood.agent.quotas import Quotas
 from fumehood.errors import ClosedError, FileError, OutcomeUnknownError, PolicyError, QuotaError, StartError
 from fumehood.model import Artifact, Code, Command, Outcome, Policy, Result

@@ -24,7 +24,8 @@ from fumehood.agent.approval import (
     tool_call,
 )
 from fumehood.agent.audit import AuditLog, Keep
-from fumehood.agent.gate import Caller, Gate
+from fumehood.agent.books import Caller
+from fumehood.agent.gate import Gate
 from fumehood.agent.quotas import Quota, Quotas
 from fumehood.cli.terminal import escape, escape_line
 from fumehood.errors import FumehoodError, PolicyError
