@@ -66,7 +66,7 @@ def test_usage_is_of_one_exec(runner_factory: RunnerFactory) -> None:
     with runner_factory(Policy(limits=Limits(wall_s=60, cpu_s=60))).open() as sandbox:
         burnt = sandbox.exec(BURN).usage.cpu_s
         after = sandbox.exec("pass").usage.cpu_s
-        assert burnt is None or after is None or (burnt >= 0.5 and after < 0.3)
+        assert burnt is None or after is None or (burnt >= 0.45 and after < 0.3)
 
 
 def test_the_output_budget_is_per_exec(runner_factory: RunnerFactory) -> None:
@@ -82,7 +82,8 @@ def test_the_output_budget_is_per_exec(runner_factory: RunnerFactory) -> None:
 def test_the_deadline_ends_the_exec(runner_factory: RunnerFactory, features: Features, program: str) -> None:
     """The program is interrupted, then killed, at last with its sandbox: what is left of that works or is closed."""
     wall_s = 5 if features.boundary is Boundary.EMULATED else 0.7  # there the first exec takes 0.4 s of the processor
-    with runner_factory(Policy(limits=Limits(wall_s=wall_s, cpu_s=60))).open() as sandbox:
+    limits = Limits(wall_s=wall_s, cpu_s=60) if "cpu_s" in features.limits else Limits(wall_s=wall_s)
+    with runner_factory(Policy(limits=limits)).open() as sandbox:
         assert sandbox.exec("x = 1\nopen('f', 'w').write('kept')").ok
         result = sandbox.exec(program)
         assert (result.outcome, result.exit_code) == (Outcome.WALL, None)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from support.human_eval import problems, program
@@ -194,6 +195,40 @@ def test_every_path_destroys_the_sandbox(endpoint: Endpoint) -> None:
     before = endpoint.living()
     assert before == set()
     asyncio.run(main())
+
+
+def test_connections_are_used_again(endpoint: Endpoint) -> None:
+    """The SDK keeps them for the process: after many runs there are no more than after a few."""
+    port = f":{urlsplit(endpoint.url).port:04X}"
+
+    def connections() -> int:
+        rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        ours = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        return sum(1 for row in rows if row[2].endswith(port) and f"socket:[{row[9]}]" in ours)
+
+    with Runner(tier=endpoint.tier()) as runner:
+        for _ in range(3):
+            runner.run("print(1)")
+        few = connections()
+        for _ in range(12):
+            runner.run("print(1)")
+        assert connections() <= few + 2
+
+
+def test_a_live_sandbox_ends_by_itself(endpoint: Endpoint) -> None:
+    with Runner(tier=endpoint.tier(), policy=Policy(limits=Limits(wall_s=60))) as runner:
+        with runner.open(lifetime_s=1.5) as sandbox:
+            assert sandbox.exec("while True: pass").outcome is Outcome.WALL
+            with pytest.raises(ours.ClosedError, match="lifetime"):
+                sandbox.exec("1")
+        with runner.open(idle_s=1.0) as sandbox:
+            assert sandbox.exec("import time\ntime.sleep(1.5)\nprint(1)").stdout == "1\n"  # an exec is no idleness
+            deadline = time.monotonic() + 20
+            while endpoint.living():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            with pytest.raises(ours.ClosedError, match="idle"):
+                sandbox.write_file("f", b"")
 
 
 def test_after_a_crash_of_ours_the_service_ends_the_sandbox(endpoint: Endpoint) -> None:

@@ -6,6 +6,7 @@ The two services derive from the SDK's generated classes; what is not defined he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import posixpath
@@ -21,6 +22,7 @@ from e2b.envd.filesystem.filesystem_connect import Filesystem, FilesystemASGIApp
 from e2b.envd.process import process_pb as ps
 from e2b.envd.process.process_connect import Process, ProcessASGIApplication
 from protobuf import Oneof
+from protobuf.wkt import Timestamp
 
 from fumehood.e2b_server.http import Receive, Scope, Send
 from fumehood.e2b_server.sandboxes import HOME, Box, inside
@@ -171,18 +173,23 @@ class Files(Filesystem):
         return fs.ListDirResponse(entries=[_entry(e) for e in below])
 
     async def stat(self, request: fs.StatRequest, ctx: Any) -> fs.StatResponse:
-        """One entry."""
+        """One entry, a link itself."""
         return fs.StatResponse(entry=await self._find(request.path))
+
+    async def move(self, request: fs.MoveRequest, ctx: Any) -> fs.MoveResponse:
+        """Another name for a file or folder."""
+        await _told(self._box.sandbox.rename(_inside(request.source), _inside(request.destination)))
+        return fs.MoveResponse(entry=await self._find(request.destination))
 
     async def make_dir(self, request: fs.MakeDirRequest, ctx: Any) -> fs.MakeDirResponse:
         """A folder with those above it."""
         folder = _inside(request.path)
-        entries = await self._entries()
-        if not folder or any(e.path == folder for e in entries):
+        there = not folder
+        with contextlib.suppress(ConnectError):
+            there = there or bool(await self._find(request.path))
+        if there:
             raise ConnectError(Code.ALREADY_EXISTS, f"{request.path} is there already")
-        keeper = f"{folder}/.fumehood"  # files make their folders, so one is made and removed
-        await _told(self._box.sandbox.write_file(keeper, b""))
-        await _told(self._box.sandbox.remove(keeper))
+        await _told(self._box.sandbox.make_folder(folder))
         return fs.MakeDirResponse(entry=await self._find(request.path))
 
     async def remove(self, request: fs.RemoveRequest, ctx: Any) -> fs.RemoveResponse:
@@ -194,11 +201,7 @@ class Files(Filesystem):
         return await _told(self._box.sandbox.list_files())
 
     async def _find(self, path: str) -> fs.EntryInfo:
-        wanted = _inside(path)
-        for entry in await self._entries():
-            if entry.path == wanted:
-                return _entry(entry)
-        raise ConnectError(Code.NOT_FOUND, f"{path} does not exist")
+        return _entry(await _told(self._box.sandbox.stat(_inside(path))))
 
 
 def _inside(path: str) -> str:
@@ -228,6 +231,8 @@ def _entry(info: FileInfo) -> fs.EntryInfo:
         path=f"{HOME}/{info.path}",
         type=kinds.get(info.kind, fs.FileType.SYMLINK),  # or a device or pipe, for which there is no word
         size=info.size_bytes,
+        mode=info.mode or 0,
+        modified_time=Timestamp(seconds=info.modified_s or 0),
         owner="user",
         group="user",
     )

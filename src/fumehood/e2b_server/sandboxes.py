@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fumehood.errors import PolicyError
 from fumehood.model import check_path
 from fumehood.runner import AsyncRunner
-from fumehood.tier import Sandbox
+from fumehood.tier import FullSandbox
 
 #: Where E2B's sandboxes have their user's folder; here it is the work folder.
 HOME = "/home/user"
@@ -29,7 +29,7 @@ class Box:
     template: str
     metadata: dict[str, str]
     envs: dict[str, str]
-    sandbox: Sandbox
+    sandbox: FullSandbox
     started_at: float  # Unix time
     ends_at: float
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one program at a time

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import queue
+import stat
 import threading
 from typing import Any, NoReturn
 
@@ -108,7 +109,8 @@ class WorkerGuest:
         self._inbox: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._stdin: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._files = {
-            "write": self._write, "read": self._read, "list": self._list, "remove": self._remove
+            "write": self._write, "read": self._read, "list": self._list, "remove": self._remove,
+            "stat": self._stat, "mkdir": self._mkdir, "rename": self._rename,
         }  # fmt: skip
 
     # --- for the subclass
@@ -249,7 +251,8 @@ class WorkerGuest:
         self.stream.send({**reply, "size": size}, data)
 
     def _list(self, header: Header, body: bytes, reply: Header) -> None:
-        listing, truncated = agent.list_files(self.workdir, min(header["count"], agent.LIST_COUNT_MAX))
+        path = agent._split_path(header, body)[0] if "path_bytes" in header else []
+        listing, truncated = agent.list_files(self.workdir, min(header["count"], agent.LIST_COUNT_MAX), path)
         for start in range(0, max(len(listing), 1), BODY_MAX):
             more = start + BODY_MAX < len(listing)
             self.stream.send({**reply, "more": more, "truncated": truncated}, listing[start : start + BODY_MAX])
@@ -257,6 +260,26 @@ class WorkerGuest:
     def _remove(self, header: Header, body: bytes, reply: Header) -> None:
         path, _ = agent._split_path(header, body)
         agent.remove(self.workdir, path)
+        self.stream.send(reply)
+
+    def _stat(self, header: Header, body: bytes, reply: Header) -> None:
+        path, _ = agent._split_path(header, body)
+        info = agent.stat_file(self.workdir, path)
+        kind = "file" if stat.S_ISREG(info.st_mode) else "folder" if stat.S_ISDIR(info.st_mode) else "other"
+        when = max(int(info.st_mtime), 0)
+        self.stream.send(
+            {**reply, "size": info.st_size, "kind": kind, "mtime": when, "mode": stat.S_IMODE(info.st_mode)}
+        )
+
+    def _mkdir(self, header: Header, body: bytes, reply: Header) -> None:
+        path, _ = agent._split_path(header, body)
+        os.close(agent.open_folder(self.workdir, path, create=True))
+        self.stream.send(reply)
+
+    def _rename(self, header: Header, body: bytes, reply: Header) -> None:
+        path, rest = agent._split_path(header, body)
+        target, _ = agent._split_path({"path_bytes": header["to_bytes"]}, rest)
+        agent.rename(self.workdir, path, target)
         self.stream.send(reply)
 
 

@@ -12,10 +12,9 @@ import posixpath
 import shlex
 import signal
 import tempfile
-from collections.abc import Coroutine
-from hashlib import sha256
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import e2b
 from e2b_code_interpreter import AsyncSandbox, Execution, ExecutionError
@@ -39,11 +38,10 @@ from fumehood.model import (
     check_path,
 )
 from fumehood.threads import in_thread
-from fumehood.tier import FileInfo, Sink, Stream
+from fumehood.tier import RunningProgram, Sink, Stream
 from fumehood.tiers.e2b.errors import Phase, translate
+from fumehood.tiers.e2b.files import HOME, WORK, E2BFiles
 
-HOME = "/home/user"  # the user's folder in the service's templates
-WORK = f"{HOME}/work"
 _SCRATCH = f"{HOME}/.fumehood"
 
 #: The SDK keeps all output of a cell; one that prints more than this past the limit is ended, whatever the policy's
@@ -53,7 +51,6 @@ CELL_SLACK_BYTES = 16 << 20
 #: How long a run that is over waits for the service to confirm the kill; the rest happens in close().
 _KILL_WAIT_S = 0.3
 _CLOSE_WAIT_S = 30.0
-_READ_FILE_MAX = 64 << 20
 _MARGIN_S = 60
 
 #: What the SDK calls the forms of a result.
@@ -136,7 +133,7 @@ class _Output:
             shown(self.displays[-1])
 
 
-class E2BSandbox:
+class E2BSandbox(E2BFiles):
     """A microVM that is destroyed by :meth:`close`, or by the service when its life is over."""
 
     def __init__(self, remote: AsyncSandbox, policy: Policy, receipt: Receipt, *, secret: str, life_s: int) -> None:
@@ -148,12 +145,18 @@ class E2BSandbox:
         self._ends_at = self._loop.time() + life_s
         self._context: Any = None
         self._running: asyncio.Future[Any] | None = None
+        self._began: asyncio.Future[float] = self._loop.create_future()  # when the exec's program was handed over
         self._interrupted = False
         self._killing: asyncio.Task[None] | None = None
         self._why = ""
         self._written: dict[str, tuple[int, str]] = {}
         self._serial = 0
         self._artifacts: tuple[Artifact, ...] = ()
+        self._working = 0  # execs and file operations under way
+        self._idle_s: float | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._lifetime: asyncio.TimerHandle | None = None
+        self._expired = False
 
     @property
     def receipt(self) -> Receipt:
@@ -173,7 +176,41 @@ class E2BSandbox:
         except Exception as error:
             raise translate(error, phase, secret=self._secret) from None
 
+    def expire_after(self, *, idle_s: float | None = None, lifetime_s: float | None = None) -> None:
+        """See :class:`fumehood.tier.FullSandbox`; after it nothing can be saved, since the service keeps no files."""
+        self._idle_s = idle_s
+        if lifetime_s is not None:
+            self._lifetime = self._loop.call_later(lifetime_s, self._expire, f"lifetime of {lifetime_s:g} s")
+        with self._at_work():
+            pass  # the idle time begins
+
+    def _expire(self, what: str) -> None:
+        self._expired = True
+        self._kill(f"its {what} is over")
+        if self._running is not None:
+            self._running.cancel()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Something is under way, so that the idle time begins at its end."""
+        self._working += 1
+        if self._idle is not None:
+            self._idle.cancel()
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if self._idle_s is not None and not self._working and self._killing is None:
+                self._idle = self._loop.call_later(self._idle_s, self._expire, f"idle time of {self._idle_s:g} s")
+
     # --- exec
+
+    async def start(
+        self, program: Program, *, stdin: bool = False, sink: Sink | None = None, background: bool = False
+    ) -> RunningProgram:
+        """Raises UnsupportedError: no handles on running programs here."""
+        what = "handles on running programs"
+        raise UnsupportedError(f"cannot hold: {what}", unmet=(what,), tier="e2b")
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
@@ -191,18 +228,19 @@ class E2BSandbox:
         if cell and stdin:
             raise PolicyError("a cell of a live sandbox takes no standard input here", tier="e2b")
         output = _Output(self._policy, sink, CELL_SLACK_BYTES if cell else None)
-        started = self._loop.time()
+        self._began = self._loop.create_future()
         self._interrupted = False
         work = self._cell(program, output) if cell else self._process(program, stdin, output)
         self._running = asyncio.ensure_future(work)
         try:
-            outcome, code = await self._judge(self._running, last)
+            with self._at_work():
+                outcome, code = await self._judge(self._running, last)
         except BaseException:
             self._kill("an exec was cancelled, or failed")
             raise
         finally:
             self._running = None
-        seconds = self._loop.time() - started
+        seconds = self._loop.time() - (self._began.result() if self._began.done() else self._loop.time())
         if self._killing is not None:
             await asyncio.wait((self._killing,), timeout=_KILL_WAIT_S)
         return Result(
@@ -218,8 +256,13 @@ class E2BSandbox:
         )
 
     async def _judge(self, running: asyncio.Future[int], last: bool) -> tuple[Outcome, int | None]:
-        """How the exec ended. Raises ours for the service's errors, and what the sink raised."""
+        """How the exec ended. Raises ours for the service's errors, and what the sink raised.
+
+        Its time begins when the service is asked to run it; what is made ready before has the SDK's own timeouts.
+        """
         try:
+            either: set[asyncio.Future[Any]] = {running, self._began}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             done, _ = await asyncio.wait((running,), timeout=self._policy.limits.wall_s)
         except asyncio.CancelledError:
             running.cancel()
@@ -234,6 +277,8 @@ class E2BSandbox:
             await self._stop(last, f"the limit was reached: {end.outcome.value}")
             return end.outcome, None
         except asyncio.CancelledError:
+            if self._expired:
+                return Outcome.WALL, None
             if not self._interrupted:
                 raise OutcomeUnknownError("close() was called during an exec", tier="e2b") from None
             return Outcome.CANCELLED, None
@@ -276,6 +321,7 @@ class E2BSandbox:
                     stopped.set()
 
         stopped = asyncio.Event()
+        self._began.set_result(self._loop.time())
         handle = await self._call(
             "exec",
             self._remote.commands.run(
@@ -344,6 +390,7 @@ class E2BSandbox:
         except UnicodeDecodeError as error:
             output.take("stderr", f"SyntaxError: (unicode error) {error}\n")
             return 1
+        self._began.set_result(self._loop.time())
         try:
             execution: Execution = await self._remote.run_code(
                 source,
@@ -381,56 +428,16 @@ class E2BSandbox:
 
     # --- files
 
-    async def write_file(self, path: str, data: bytes) -> None:
-        """See :class:`fumehood.tier.Sandbox`."""
-        path = check_path(path)
-        self._check_usable()
-        self._written.pop(path, None)
-        await self._file(self._remote.files.write(f"{WORK}/{path}", data))
-        self._written[path] = len(data), sha256(data).hexdigest()
-
-    async def read_file(self, path: str, *, max_bytes: int = _READ_FILE_MAX) -> bytes:
-        """See :class:`fumehood.tier.Sandbox`."""
-        path = check_path(path)
-        self._check_usable()
-        stream = await self._file(self._remote.files.read(f"{WORK}/{path}", format="stream"))
-        data = bytearray()
-        try:
-            async with contextlib.aclosing(stream) as pieces:
-                async for piece in pieces:
-                    data += piece
-                    if len(data) > max_bytes:
-                        raise FileError(f"{path!r} is larger than {max_bytes} bytes", tier="e2b")
-        except FumehoodError:
-            raise
-        except Exception as error:
-            raise translate(error, "file", secret=self._secret) from None
-        return bytes(data)
-
-    async def list_files(self) -> tuple[FileInfo, ...]:
-        """See :class:`fumehood.tier.Sandbox`."""
-        self._check_usable()
-        depth = self._policy.artifacts.depth + 2  # one more than is fetched, so that what is too deep is seen
-        found = []
-        for entry in (await self._file(self._remote.files.list(WORK, depth=depth)))[: self._policy.limits.files]:
-            name = str(entry.path).removeprefix(f"{WORK}/")
-            kind: Literal["file", "folder", "other"] = "other"
-            if entry.symlink_target is None and entry.type is not None:
-                kind = {"dir": "folder", "file": "file"}.get(entry.type.value, "other")  # type: ignore[assignment]
-            found.append(FileInfo(name, kind, int(entry.size)))
-        return tuple(sorted(found, key=lambda info: info.path))
-
-    async def remove(self, path: str) -> None:
-        """See :class:`fumehood.tier.Sandbox`."""
-        path = check_path(path)
-        self._check_usable()
-        await self._file(self._remote.files.remove(f"{WORK}/{path}"))
-        self._written.pop(path, None)
-
     async def _file(self, call: Coroutine[Any, Any, Any]) -> Any:
         try:
-            async with asyncio.timeout(max(self._policy.limits.wall_s, 1.0)):
-                return await self._call("file", call)
+            self._check_usable()
+        except BaseException:
+            call.close()
+            raise
+        try:
+            with self._at_work():
+                async with asyncio.timeout(max(self._policy.limits.wall_s, 1.0)):
+                    return await self._call("file", call)
         except TimeoutError:
             self._kill("a file operation passed the deadline")
             raise FileError("the service did not answer in time", tier="e2b") from None
@@ -445,6 +452,9 @@ class E2BSandbox:
         """Destroy the microVM, without waiting. Idempotent."""
         if self._killing is None:
             self._why = why
+            for timer in (self._idle, self._lifetime):
+                if timer is not None:
+                    timer.cancel()
             self._killing = asyncio.ensure_future(self._destroy())
 
     async def _destroy(self) -> None:
