@@ -152,6 +152,7 @@ EXIT_FLUSH_FAILED = 120  # what CPython exits with when it cannot flush stdout
 
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WAY = _FOLDER | os.O_PATH  # without O_PATH, gVisor of 2022 follows a link here in spite of O_NOFOLLOW
 
 
 class ProtocolError(Exception):
@@ -1030,7 +1031,7 @@ else:
 
 
 def open_folder(workdir: int, parts: list[bytes], create: bool = False) -> int:
-    """A descriptor of the folder ``parts`` below ``workdir``. Raises OSError."""
+    """A descriptor of the folder ``parts`` below ``workdir``, to go on from and not to list. Raises OSError."""
     fd = os.dup(workdir)
     for part in parts:
         try:
@@ -1039,7 +1040,7 @@ def open_folder(workdir: int, parts: list[bytes], create: bool = False) -> int:
                     os.mkdir(part, 0o755, dir_fd=fd)
                 except FileExistsError:
                     pass
-            below = os.open(part, _FOLDER, dir_fd=fd)
+            below = os.open(part, _WAY, dir_fd=fd)
         finally:
             os.close(fd)
         fd = below
@@ -1111,7 +1112,11 @@ def list_files(workdir: int, count: int, path: list[bytes] | None = None) -> tup
     while folders:
         parts = folders.pop()
         try:
-            fd = open_folder(workdir, parts)
+            folder = open_folder(workdir, parts)
+            try:
+                fd = os.open(".", _FOLDER, dir_fd=folder)
+            finally:
+                os.close(folder)
         except OSError:
             continue  # gone or unreadable meanwhile; it is listed by its name already
         try:

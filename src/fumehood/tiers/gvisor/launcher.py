@@ -95,8 +95,8 @@ def prepare(plan: dict[str, Any]) -> int:
     scratch = plan["scratch"]
     tmpfs(scratch, size_bytes=plan["disk_bytes"], inodes=plan["files"], mode="0755", flags=MS_NOSUID | MS_NODEV)
     for name in plan["folders"]:
-        os.mkdir(f"{scratch}/{name}")
-        os.chmod(f"{scratch}/{name}", 0o1777)
+        os.mkdir(f"{scratch}/{name}", 0o755)
+        os.chown(f"{scratch}/{name}", plan["uid"], plan["uid"])
     return os.open(f"{scratch}/{plan['folders'][0]}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 

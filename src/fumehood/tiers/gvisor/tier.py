@@ -52,9 +52,9 @@ _READY_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 15.0
 _STARTS_PER_CPU = 2
 _NAMES = itertools.count(1)
-#: Gofer and Sentry are processes of Go beside the guest's own, which the Sentry makes threads or processes of the
-#: host of: they are held by the guest's limit inside and by this bound outside.
+#: Threads of gofer and Sentry, which are processes of Go, beside what the guest's processes need.
 _RUNSC_TASKS = 256
+_TASKS_MAX = 16384
 #: Sentry, gofer and an idle guest take about 36 MiB together, which the limit on memory includes.
 MEMORY_BYTES_MIN = 64 << 20
 
@@ -273,6 +273,7 @@ def _plan(
         "folder": folder,
         "scratch": scratch,
         "folders": list(bundle.FOLDERS),
+        "uid": _guest_uid(),
         "disk_bytes": limits.disk_bytes,
         "files": limits.files + len(bundle.FOLDERS) + 1,
         "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
@@ -336,6 +337,17 @@ async def _message(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, fds
 
 
+def _overhead_tasks(limits: Limits) -> int:
+    """How many tasks of the host gVisor may need beyond the guest's own, which are counted inside (RLIMIT_NPROC).
+
+    On the platform ptrace every thread of the Sentry that runs guest code keeps a tracee of its own in every address
+    space that it ever ran (pkg/sentry/platform/ptrace/subprocess.go): 32 busy processes were seen to take 1050 tasks.
+    A Sentry that is refused one ends, and with it the sandbox. Each takes kernel memory, so the limit on memory
+    holds them as well.
+    """
+    return min(_RUNSC_TASKS + limits.pids * (limits.pids + 2), _TASKS_MAX)
+
+
 def _group(tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
     if tree is None:
         return None
@@ -343,7 +355,7 @@ def _group(tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
         return tree.create(
             f"g{next(_NAMES)}",
             memory_bytes=limits.memory_bytes,
-            pids=limits.pids + _RUNSC_TASKS,
+            pids=limits.pids + _overhead_tasks(limits),
             cpus=limits.cpus,
         )
     except OSError as error:
@@ -389,7 +401,7 @@ def _receipt(
     reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
-    posture.cgroup_view(reading, found, limits, hard, overhead_pids=_RUNSC_TASKS)
+    posture.cgroup_view(reading, found, limits, hard, overhead_pids=_overhead_tasks(limits))
     posture.common_view(reading, policy, rlimits, report, "cpu" in hard)
     system = os.uname()
     released = f", released {program.released}" if program.released else ""
