@@ -202,6 +202,7 @@ class Policy:
     preload: tuple[str, ...] = ()  # modules of it imported before the program starts
     mounts: tuple[Mount, ...] = ()
     egress: tuple[str, ...] = ()  # hosts that may be reached; ("*",) opens the network
+    terminals: bool = False  # whether commands may run on pseudo-terminals (Command.pty)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -209,6 +210,7 @@ class Policy:
             set_(self, "floor", Boundary.parse(self.floor))
         _instance("limits", self.limits, Limits)
         _instance("artifacts", self.artifacts, ArtifactLimits)
+        _instance("terminals", self.terminals, bool)
         if self.overflow not in ("truncate", "stop"):
             raise PolicyError(f'overflow must be "truncate" or "stop", not {self.overflow!r}')
         for name in ("hard", "preload", "egress"):
@@ -312,7 +314,8 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict, hash=False)  # on top of the policy's
     cwd: str = ""  # the folder to run in, relative to the work folder or absolute inside; "": the work folder
-    #: Rows and columns of a pseudo-terminal to run on, for tiers whose features include ``pty``; stderr is stdout then.
+    #: Rows and columns of a pseudo-terminal to run on; stderr is stdout then. For tiers whose features include ``pty``,
+    #: under a policy with ``terminals``.
     pty: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:

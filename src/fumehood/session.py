@@ -52,7 +52,7 @@ from fumehood.model import (
     Usage,
 )
 from fumehood.threads import in_thread
-from fumehood.tier import Enclosure, Sink, Stream
+from fumehood.tier import PTY_UNMET, Enclosure, Sink, Stream
 from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
 
 #: What a program's environment holds where the tier does not say otherwise; the policy's ``env`` comes on top.
@@ -197,6 +197,8 @@ class GuestSandbox(GuestFiles):
         if self._run is not None and not background:
             raise RuntimeError("an exec is running in this sandbox")
         limits = self._policy.limits
+        if isinstance(program, Command) and program.pty is not None and not self._policy.terminals:
+            raise self._unsupported(PTY_UNMET)
         self._next_id += 1
         output = Output(limits.output_bytes, sink)
         run = Run(self._next_id, program, output, stdin, last, self._loop.create_future())

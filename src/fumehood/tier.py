@@ -283,6 +283,10 @@ class Tier(Protocol):
         ...
 
 
+#: A command that wants a pseudo-terminal where the operator gave none.
+PTY_UNMET = "pty under a policy without terminals = true"
+
+
 def require(
     tier: Tier,
     policy: Policy,
@@ -318,6 +322,8 @@ def require(
             unmet.append("commands")
         if program.pty is not None and not features.pty:
             unmet.append("pty")
+        elif program.pty is not None and not policy.terminals:
+            unmet.append(PTY_UNMET)
     elif isinstance(program, Code):
         if program.displays and not features.displays:
             unmet.append("displays")

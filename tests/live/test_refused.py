@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.needs import RunnerFactory
 
 from fumehood.errors import UnsupportedError
-from fumehood.model import Code, Command
+from fumehood.model import Code, Command, Policy
 from fumehood.runner import Runner
 from fumehood.tier import Features
 
@@ -17,7 +18,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("feature", PROGRAMS)
-def test_refused_by_name(runner: Runner, features: Features, feature: str) -> None:
+def test_refused_by_name(runner_factory: RunnerFactory, features: Features, feature: str) -> None:
+    runner = runner_factory(Policy(terminals=True))
     if getattr(features, feature):
         assert runner.run(PROGRAMS[feature]).stdout.split() == ["ran"]
         return

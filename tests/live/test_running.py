@@ -195,7 +195,8 @@ def test_environment_folder_and_input_of_a_command(runner_factory: RunnerFactory
         assert result.exit_code == 126 and "missing" in result.stderr
 
 
-def test_a_pseudo_terminal(runner: Runner, features: Features) -> None:
+def test_a_pseudo_terminal(runner_factory: RunnerFactory, features: Features) -> None:
+    runner = runner_factory(Policy(terminals=True))
     command = Command(
         ("sh", "-c", 'test -t 0 && test -t 1 && test -t 2 && echo tty; stty size; read x; echo "<$x>"'), pty=(30, 90)
     )
@@ -229,6 +230,17 @@ def test_a_pseudo_terminal(runner: Runner, features: Features) -> None:
             assert not interrupted.done
         interrupted.write(b"\x03")  # the terminal itself sends SIGINT to its foreground group
         assert interrupted.wait().exit_code in (-signal.SIGINT, 130)
+
+
+def test_a_terminal_that_the_operator_did_not_give(runner: Runner, features: Features) -> None:
+    if not features.pty:
+        pytest.skip("no terminals in this tier")
+    command = Command(("echo", "ran"), pty=(24, 80))
+    with runner.open() as sandbox:
+        for start in (sandbox.exec, sandbox.start, runner.run):
+            with pytest.raises(UnsupportedError, match="terminals = true"):
+                start(command)
+        assert sandbox.exec(Command(("echo", "on"))).stdout == "on\n"
 
 
 def test_lifetimes(runner: Runner) -> None:

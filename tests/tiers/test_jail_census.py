@@ -208,7 +208,7 @@ def test_proc_tells_of_nobody_else(jail: Runner) -> None:
     result = jail.run(
         "import os\nprint(sorted(p for p in os.listdir('/proc')))\n"
         "for path in ('/proc/1/mem', '/proc/1/fd', '/proc/1/environ', '/proc/sys', '/proc/kallsyms', '/proc/sysrq-trigger',"
-        " '/sys', '/run', '/var', '/root', '/home', '/boot', '/proc/self/../1/status', '/dev/tty', '/dev/ptmx', '/dev/kmsg'):\n"
+        " '/sys', '/run', '/var', '/root', '/home', '/boot', '/proc/self/../1/status', '/dev/tty', '/dev/pts/ptmx', '/dev/kmsg'):\n"
         "    if os.path.lexists(path): print('there is', path)\n"
         "print(os.getpid())\n"
     )

@@ -19,6 +19,7 @@ hard = ["memory", "pids"]
 environment = "demo"
 preload = ["numpy", "matplotlib.pyplot"]
 egress = ["pypi.org"]
+terminals = true
 
 [limits]
 wall_s = "500ms"
@@ -70,6 +71,7 @@ def test_every_key_is_loaded() -> None:
         preload=("numpy", "matplotlib.pyplot"),
         mounts=(Mount("/srv/a", "/mnt/a"), Mount("/srv/b", "/mnt/b/c")),
         egress=("pypi.org",),
+        terminals=True,
     )
     default = Policy()
     unset = [f.name for f in fields(Policy) if getattr(policy, f.name) == getattr(default, f.name)]

@@ -66,6 +66,7 @@ class Attack:
     second_when: str = "after"
     throwaway: bool = False  # success would change the host: the control runs in mount and UTS namespaces of its own
     alone: bool = False  # measures what a neighbour would disturb
+    pty: bool = False  # under a policy that lets commands have pseudo-terminals
     terminal: bool = False  # needs a controlling terminal of the supervisor
     orphan: bool = False  # the supervisor itself is killed in mid-run
 
@@ -82,7 +83,7 @@ class Attack:
 
         limits: Limits = replace(base.limits, **strict(base.limits, {**_LIMITS, **self.limits}))
         artifacts: ArtifactLimits = replace(base.artifacts, **strict(base.artifacts, self.artifacts))
-        return replace(base, limits=limits, artifacts=artifacts)
+        return replace(base, limits=limits, artifacts=artifacts, terminals=base.terminals or self.pty)
 
 
 #: Small enough that an attack that is held ends soon.

@@ -190,6 +190,17 @@ time.sleep(0.5)
         watch.descriptors_over(500), holds_from=Boundary.LIMITS, proves=("rlimits",), limits={"open_files": 256},
     ),
     Attack(
+        "A23", _G, "150 pseudo-terminals hoarded, of which the kernel has 4096 for all",
+        """
+keep = []
+with trying:
+    for _ in range(150):
+        keep.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+hold()
+""",
+        watch.terminals_over(100), "kernel.pty.max in proc_sys_kernel(5)", proves=("terminals",), pty=True,
+    ),
+    Attack(
         "A20", _G, "one file of 50 MB",
         """
 file = open("large", "wb")

@@ -634,6 +634,16 @@ def holds_open(pattern: str) -> Watch:
     return _on_marked(f"a descriptor like {pattern} in /proc/PID/fd", check)
 
 
+def terminals_over(count: int) -> Watch:
+    """The process holds more pseudo-terminals than the limit."""
+
+    def check(_run: Run, seen: Posture) -> str | None:
+        have = sum(f.link.endswith("/ptmx") for f in seen.files)
+        return f"holds {have} pseudo-terminals" if have > count else None
+
+    return _on_marked(f"pseudo-terminals in /proc/PID/fd (over {count})", check)
+
+
 def holds_inherited() -> Watch:
     """The process holds a descriptor to a file of the supervisor."""
 

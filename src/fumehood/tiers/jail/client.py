@@ -111,7 +111,14 @@ class Zygote:
         loop.add_reader(self._control, self._listen)
 
     def request(
-        self, channel: socket.socket, *, disk_bytes: int, files: int, rlimits: dict[str, int], touch: bool = False
+        self,
+        channel: socket.socket,
+        *,
+        disk_bytes: int,
+        files: int,
+        rlimits: dict[str, int],
+        terminals: bool = False,
+        touch: bool = False,
     ) -> Request:
         """Ask for a sandbox whose agent talks through ``channel``. The message is sent at once; await the answer.
 
@@ -128,6 +135,7 @@ class Zygote:
             "files": files,
             "rlimits": rlimits,
             "uid": inner_uid,
+            "terminals": terminals,
             "touch": touch,
         }
         future: asyncio.Future[int] = self._loop.create_future()

@@ -34,6 +34,7 @@ UID = 1000  # inside; maps to one unprivileged host id
 CHANNEL_FD = 3
 WORK = "/work"
 HOSTNAME = "sandbox"
+TERMINALS_MAX = 64  # of one sandbox; the kernel has 4096 for all (kernel.pty.max)
 
 _WORK_FLAGS = MS_NOSUID | MS_NODEV
 
@@ -61,6 +62,7 @@ class Box:
         self.seal_filter: bytes = config["seal_filter"]
         self.serve: Callable[[int, int, str], object] = config["serve"]
         self.root: str = config["root"]
+        self.terminals: bool = request.get("terminals", False)
         self.touch: bool = request.get("touch", False)  # the agent rehearses a run before it is ready
         self.disabled: frozenset[str] = config["disabled"]
         self.work_fd = -1
@@ -123,6 +125,13 @@ def _disk(box: Box) -> None:
     os.chdir(WORK)
     # Not O_PATH: the supervisor lists the folder through it when no process of this namespace is left.
     box.work_fd = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@_control("terminals", "devpts newinstance, max=")
+def _terminals(box: Box) -> None:
+    if box.terminals:
+        bound = "" if "terminals" in box.disabled else f",max={TERMINALS_MAX}"
+        mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=666,mode=600{bound}")
 
 
 @_control("proc", "proc subset=pid")
@@ -200,8 +209,8 @@ def seal(box: Box) -> None:
         mount("proc", f"{box.root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         pivot_to(box.root)
     for name, _, apply in SEAL:
-        # Without its bound the scratch space is still mounted, unless what it needs is switched off as well.
-        unbound = name == "disk" and not box.disabled & {"mount_ns", "user_ns", "uid"}
+        # Without their bounds these are still mounted, unless what that needs is switched off as well.
+        unbound = name in ("disk", "terminals") and not box.disabled & {"mount_ns", "user_ns", "uid"}
         if name not in box.disabled or unbound:
             try:
                 apply(box)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from fumehood.errors import StartError
 from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Policy, Receipt
-from fumehood.tiers.jail.controls import CLONED, MECHANISMS, WORK
+from fumehood.tiers.jail.controls import CLONED, MECHANISMS, TERMINALS_MAX, WORK
 
 #: Where the sandbox may write; the same three folders of one tmpfs.
 WRITABLE = frozenset((WORK, "/tmp", "/dev/shm"))
@@ -125,13 +125,15 @@ def _user(status: process.Status, host_uid: int) -> bool:
 
 
 def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
-    writable, unsafe, size, inodes, proc = [], [], "", "", ""
+    writable, unsafe, size, inodes, proc, terminals = [], [], "", "", "", "none"
     for mount in process.mounts(pid):
         if mount.mount_point in WRITABLE:
             size = next((o for o in mount.super_options if o.startswith("size=")), "")
             inodes = next((o for o in mount.super_options if o.startswith("nr_inodes=")), "")
         elif mount.fs_type == "proc":
             proc = ",".join(o for o in mount.super_options if o.startswith(("subset", "hidepid")))
+        elif mount.fs_type == "devpts" and policy.terminals:
+            terminals = next((o for o in mount.super_options if o.startswith("max=")), "unbounded")
         elif "ro" not in mount.options:
             writable.append(mount.mount_point)
         if "nosuid" not in mount.options:
@@ -141,6 +143,8 @@ def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
     if not reading.off("disk"):
         good = inodes == f"nr_inodes={policy.limits.files + 4}"  # the three folders and the root of the tmpfs
         reading.take("files", good, inodes or "unbounded", mechanism=MECHANISMS["disk"])
+    wanted = f"max={TERMINALS_MAX}" if policy.terminals else "none"
+    reading.take("terminals", terminals == wanted, terminals)
     reading.take("proc", "subset=pid" in proc, proc or "the zygote's")
 
 

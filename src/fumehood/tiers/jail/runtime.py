@@ -20,7 +20,7 @@ PYTHON = f"{ENVIRONMENT_HOME}/bin/python3"
 CODE_HOME = "/opt/fumehood"
 
 #: Where each sandbox mounts what is its own.
-MOUNT_POINTS = ("/work", "/tmp", "/proc", "/dev/shm")
+MOUNT_POINTS = ("/work", "/tmp", "/proc", "/dev/shm", "/dev/pts")
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -89,7 +89,7 @@ def describe_root(*, site_packages: str | None, mounts: list[tuple[str, str]], r
     """
     flags = _READ_ONLY if read_only else MS_NOSUID | MS_NODEV
     binds: list[tuple[str, str, int]] = []
-    links: list[tuple[str, str]] = [("/proc/self/fd", "/dev/fd")]
+    links: list[tuple[str, str]] = [("/proc/self/fd", "/dev/fd"), ("pts/ptmx", "/dev/ptmx")]
     links += [(f"/proc/self/fd/{n}", f"/dev/{name}") for n, name in enumerate(("stdin", "stdout", "stderr"))]
     for name in _SYSTEM:
         path = Path("/", name)

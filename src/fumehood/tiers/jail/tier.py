@@ -22,6 +22,7 @@ from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
+from fumehood.linux.rlimits import refuse_higher
 from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
@@ -47,6 +48,7 @@ FEATURES = Features(
     contexts=True,
     displays=True,
     background=True,
+    pty=True,
     environments=True,
     mounts=True,
 )
@@ -57,8 +59,8 @@ StartedBare = tuple[socket.socket, PidfdEnclosure, Receipt]
 
 #: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
 Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
-#: What makes a sandbox fit a policy: its zygote, its limits, and what its receipt says of output.
-Kind = tuple[Key, Limits, str]
+#: What makes a sandbox fit a policy: its zygote, its limits, what its receipt says of output, and terminals.
+Kind = tuple[Key, Limits, str, bool]
 _BARE: Key = (None, (), ())
 
 #: Limits that the supervisor watches -> the control each is, and a value that no attack of the suite reaches.
@@ -151,7 +153,7 @@ class JailTier:
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
     async def _start(self, policy: Policy, warm: bool) -> StartedBare:
-        kind = (_key(policy), policy.limits, policy.overflow)
+        kind = (_key(policy), policy.limits, policy.overflow, policy.terminals)
         seat = None if warm else self._take_ahead(kind)
         if seat is None:
             seat = await self._make_seat(kind[0], policy, warm)
@@ -172,7 +174,12 @@ class JailTier:
         try:
             with theirs:
                 request = zygote.request(
-                    theirs, disk_bytes=limits.disk_bytes, files=limits.files, rlimits=rlimits, touch=warm
+                    theirs,
+                    disk_bytes=limits.disk_bytes,
+                    files=limits.files,
+                    rlimits=rlimits,
+                    terminals=policy.terminals,
+                    touch=warm,
                 )
             group = self._group(tree, limits)  # while the zygote clones
         except BaseException:
