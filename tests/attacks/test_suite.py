@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -154,17 +153,6 @@ def test_json_can_be_read_back() -> None:
     again = [Finding.from_dict(f) for f in data["findings"]]
     assert [f.verdict for f in again] == [Verdict.BROKEN, Verdict.HELD]
     assert data["failed"] is False
-
-
-def test_the_readmes_matrix_is_the_one_of_the_suites_json() -> None:
-    location = ROOT / "scripts" / "readme_matrix.py"
-    spec = importlib.util.spec_from_file_location("readme_matrix", location)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    readme = (ROOT / "README.md").read_text()
-    assert module.rewritten(readme, (ROOT / "docs" / "verify.json").read_text()) == readme
 
 
 def test_the_documented_catalogue_is_the_suites() -> None:

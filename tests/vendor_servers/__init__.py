@@ -1,4 +1,4 @@
-"""A local server that speaks the vendors' APIs with streaming and plays a script in the model's place.
+"""A local server that speaks the vendors' APIs, with streaming and without, and plays a script in the model's place.
 
 On loopback only. It holds a request to what the vendors refuse too (a call without its answer, an answer without its
 call, unknown roles), so that a conversation which passes here is one that they would take.
@@ -86,12 +86,12 @@ class VendorServer:
         return len(self._script)
 
     def _serve(self, handler: BaseHTTPRequestHandler, raw: bytes) -> None:
-        check, play, last = _APIS[handler.path.partition("?")[0]]
+        api = _APIS[handler.path.partition("?")[0]]
         body = json.loads(raw)
         with self._lock:
             self.seen.raw.append(raw)
             self.seen.bodies.append(body)
-            wrong = check(body)
+            wrong = api.check(body)
             if wrong is None and not self._script:
                 wrong = "the script is over"
             if wrong is not None:
@@ -99,8 +99,13 @@ class VendorServer:
                 _send(handler, 400, "application/json", [json.dumps({"error": {"type": "bad", "message": wrong}})])
                 return
             turn = self._script.pop(0)
-        says = turn if isinstance(turn, Says) else turn(last(body))
-        _send(handler, 200, "text/event-stream", play(says, body, len(self.seen.bodies)))
+        says = turn if isinstance(turn, Says) else turn(api.last(body))
+        pieces = api.play(says, body, len(self.seen.bodies))
+        if body.get("stream"):
+            _send(handler, 200, "text/event-stream", pieces)
+        else:
+            events = [json.loads(piece.partition("data: ")[2]) for piece in pieces if "data: {" in piece]
+            _send(handler, 200, "application/json", [json.dumps(api.fold(events))])
 
 
 def _send(handler: BaseHTTPRequestHandler, status: int, kind: str, pieces: Iterator[str] | list[str]) -> None:
@@ -155,7 +160,7 @@ def _check_messages(body: dict[str, Any]) -> str | None:
     for tool in body.get("tools", ()):
         if set(tool) != {"name", "description", "input_schema"}:
             return f"tool {tool} is malformed"
-    return None if body.get("stream") is True and body["max_tokens"] > 0 else "not a streaming request"
+    return None if body["max_tokens"] > 0 else "max_tokens is wanted"
 
 
 def _play_messages(says: Says, body: dict[str, Any], number: int) -> Iterator[str]:
@@ -192,6 +197,22 @@ def _play_messages(says: Says, body: dict[str, Any], number: int) -> Iterator[st
     reason = "refusal" if says.refused else "max_tokens" if says.cut else "tool_use" if says.calls else "end_turn"
     yield event("message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage={"output_tokens": 20})
     yield event("message_stop")
+
+
+def _fold_messages(events: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append({**event["content_block"], "raw": ""})
+        elif event["type"] == "content_block_delta":
+            message["content"][-1]["raw"] += event["delta"].get("text") or event["delta"].get("partial_json")
+        elif event["type"] == "content_block_stop":
+            block = message["content"][-1]
+            raw = block.pop("raw")
+            block |= {"text": raw} if block["type"] == "text" else {"input": json.loads(raw)}
+        elif event["type"] == "message_delta":
+            message |= event["delta"]
+    return message
 
 
 # --- OpenAI's Chat Completions API: https://platform.openai.com/docs/api-reference/chat-streaming
@@ -242,6 +263,21 @@ def _play_chat(says: Says, body: dict[str, Any], number: int) -> Iterator[str]:
         }
         yield _data({**head, "choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
+
+
+def _fold_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
+    text, finish, calls = "", None, dict[int, dict[str, Any]]()
+    for choice in [choice for event in events for choice in event["choices"]]:
+        text += choice["delta"].get("content") or ""
+        for piece in choice["delta"].get("tool_calls", ()):
+            if "id" in piece:
+                calls[piece["index"]] = {k: v for k, v in piece.items() if k != "index"}
+            else:
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+        finish = choice["finish_reason"] or finish
+    message = {"role": "assistant", "content": text or None, **({"tool_calls": list(calls.values())} if calls else {})}
+    choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+    return {**events[0], "object": "chat.completion", "choices": [choice], "usage": None}
 
 
 def _data(value: dict[str, Any]) -> str:
@@ -311,8 +347,23 @@ def _play_responses(says: Says, body: dict[str, Any], number: int) -> Iterator[s
     yield event(f"response.{ending['status']}", response={**response, **ending, "output": output, "usage": usage})
 
 
-_APIS: dict[str, tuple[Callable[[Any], str | None], Callable[..., Iterator[str]], Callable[[Any], str]]] = {
-    "/v1/messages": (_check_messages, _play_messages, lambda b: _text_of(b["messages"][-1])),
-    "/v1/chat/completions": (_check_chat, _play_chat, lambda b: _text_of([m["content"] for m in b["messages"][-2:]])),
-    "/v1/responses": (_check_responses, _play_responses, lambda b: _text_of(b["input"][-1])),
+def _fold_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = events[-1]["response"]
+    return whole
+
+
+@dataclass(frozen=True)
+class _Api:
+    check: Callable[[Any], str | None]  # what is wrong with a request
+    play: Callable[[Says, dict[str, Any], int], Iterator[str]]
+    fold: Callable[[list[dict[str, Any]]], dict[str, Any]]  # the streamed events as one answer
+    last: Callable[[Any], str]  # the text that the model saw last
+
+
+_APIS = {
+    "/v1/messages": _Api(_check_messages, _play_messages, _fold_messages, lambda b: _text_of(b["messages"][-1])),
+    "/v1/chat/completions": _Api(
+        _check_chat, _play_chat, _fold_chat, lambda b: _text_of([m["content"] for m in b["messages"][-2:]])
+    ),
+    "/v1/responses": _Api(_check_responses, _play_responses, _fold_responses, lambda b: _text_of(b["input"][-1])),
 }
