@@ -10,7 +10,6 @@ import array
 import asyncio
 import errno
 import os
-import select
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -66,10 +65,8 @@ class PidfdEnclosure:
             self._death.set_result(None)
 
     def alive(self) -> bool:
-        """Whether the first process runs. Asks the kernel: the event loop may not have heard of a death yet."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return not self._death.done() and not poll.poll(0)
+        """Whether the first process runs."""
+        return not self._death.done() and not process.ended(self._pidfd)
 
     def poll_memory(self, memory_bytes: int) -> None:
         """Stand in for a memory cgroup: look at all processes every 50 ms and kill when they hold more together."""

@@ -132,6 +132,11 @@ class GuestSandbox(GuestFiles):
         """What was enforced."""
         return self._receipt
 
+    @property
+    def alive(self) -> bool:
+        """Whether something can run here still: the channel is open and the first process inside lives."""
+        return self._killed is None and self._enclosure.alive()
+
     async def ready(self, timeout_s: float) -> None:
         """Wait until the agent serves. Raises StartError; the caller closes the sandbox then."""
         try:

@@ -79,6 +79,10 @@ class FileInfo:
 class Enclosure(Protocol):
     """What a tier holds of a sandbox from outside, around the guest."""
 
+    def alive(self) -> bool:
+        """Whether the first process inside still runs, as far as can be told without waiting."""
+        ...
+
     def kill(self) -> None:
         """Kill every process inside, at once, whatever they do. Idempotent; does not wait, does not raise."""
         ...

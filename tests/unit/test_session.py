@@ -51,6 +51,9 @@ class TreeEnclosure:
         self.released = 0
         self.fd = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
 
+    def alive(self) -> bool:
+        return self.process is None or self.process.poll() is None
+
     def kill(self) -> None:
         self.kills += 1
         if self.process is not None:

@@ -14,6 +14,7 @@ import errno
 import functools
 import os
 import re
+import select
 import signal
 import sys
 from collections import defaultdict
@@ -41,6 +42,13 @@ def alive(pid: int, start: int) -> bool:
     except ProcessLookupError:
         return False
     return int(fields[_STARTTIME]) == start and fields[_STATE] not in (b"Z", b"X")
+
+
+def ended(pidfd: int) -> bool:
+    """Whether the process has exited. Asks the kernel: an event loop may not have heard of it yet."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def descendants(pid: int) -> list[int]:

@@ -86,6 +86,10 @@ class ContainerEnclosure:
         if not self._death.done():
             self._death.set_result(None)
 
+    def alive(self) -> bool:
+        """Whether the first process runs; of one that is not this host's, whether it is not known to be dead."""
+        return not self._death.done() and not (self._pidfd >= 0 and process.ended(self._pidfd))
+
     def kill(self) -> None:
         """SIGKILL to the first process, and with it to all in its PID namespace; the engine is asked as well."""
         if self._releasing is not None:

@@ -118,11 +118,11 @@ class JailTier:
         channel, enclosure, receipt = await self.start(policy)
         return GuestSandbox(channel, enclosure, self._watched(policy), receipt, env=program_env())
 
-    async def create_warm(self, policy: Policy) -> JailSandbox:
+    async def create_warm(self, policy: Policy) -> GuestSandbox:
         """The same for later use: it has gone through a run and waits for a program. See :mod:`fumehood.pool`."""
         require(self, policy)
         channel, enclosure, receipt = await self.start(policy, warm=self._guest is AGENT)
-        sandbox = JailSandbox(channel, enclosure, policy, receipt, env=program_env())
+        sandbox = GuestSandbox(channel, enclosure, self._watched(policy), receipt, env=program_env())
         try:
             await sandbox.ready(_READY_TIMEOUT_S)
         except BaseException:
@@ -381,17 +381,6 @@ class _Seat:
     async def discard(self) -> None:
         self.end.close()
         await self.enclosure.discard()
-
-
-class JailSandbox(GuestSandbox):
-    """A sandbox that can be asked, before it is handed out, whether it still lives."""
-
-    _enclosure: PidfdEnclosure
-
-    @property
-    def alive(self) -> bool:
-        """Whether its first process runs and its channel is open."""
-        return self._killed is None and self._enclosure.alive()
 
 
 async def _removed(group: Cgroup) -> None:

@@ -3,7 +3,8 @@
 It imports what sandboxes start with, loads the long seccomp filter, proves on a throwaway child that this host lets a
 sandbox seal itself, and then serves its control socket. Messages are JSON datagrams with descriptors beside them:
 
-    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "terminals", "touch"} + the agent's end of the channel
+    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "terminals", "touch"}
+                           + the agent's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfd, or {"id", "error"}
                            {"id", "exited": status, "cpu_s": seconds}

@@ -147,6 +147,10 @@ class MachineEnclosure:
         """The process of QEMU."""
         return self._inner.pid
 
+    def alive(self) -> bool:
+        """Whether QEMU runs."""
+        return self._inner.alive()
+
     def kill(self) -> None:
         """Stop every thread of QEMU, at once."""
         self._inner.signal(signal.SIGSTOP)
