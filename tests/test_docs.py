@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+from fumehood import policy_file
+from fumehood.model import ArtifactLimits, Limits, Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +42,14 @@ def test_the_list_of_layers_names_every_module() -> None:
     package = ROOT / "src" / "fumehood"
     modules = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
     assert sorted(m for m in modules - words if not m.startswith("__")) == []
+
+
+def test_the_documented_policy_is_one_and_shows_the_defaults() -> None:
+    [block] = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "policy.md").read_text(), re.M | re.S)
+    policy = policy_file.parse(block)
+    assert (policy.limits, policy.artifacts) == (Limits(), ArtifactLimits())
+    assert set(tomllib.loads(block)) == {f.name for f in dataclasses.fields(Policy)}
+    assert set(tomllib.loads(block)["limits"]) == {f.name for f in dataclasses.fields(Limits)}
 
 
 def test_links_between_documents_lead_somewhere() -> None:
