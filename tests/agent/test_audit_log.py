@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -360,6 +360,19 @@ def test_following_goes_on_in_the_file_that_takes_its_place(log: AuditLog) -> No
         _moved(log, f".{number}")
         log.append("started", {})
         assert next(following)["seq"] == number
+
+
+def test_the_command_follows_a_log_with_a_damaged_end(
+    log: AuditLog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(path: Path, *, follow_s: float | None = None) -> Iterator[dict[str, object]]:
+        yield from [*read(path), *([{"seq": 6, "event": "started"}] if follow_s else [])]
+
+    monkeypatch.setattr(audit, "read", ends)
+    log.path.write_bytes(log.path.read_bytes().replace(b"r4", b"r9"))
+    assert cli.main(["audit", "tail", str(log.path), "-n", "2", "-f", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r.get("seq", r["event"]) for r in shown] == [4, "damaged", 6]
 
 
 def test_a_log_is_not_rotated_at_next_to_nothing(tmp_path: Path) -> None:

@@ -308,6 +308,12 @@ def test_the_command_shows_a_marked_and_harmless_conversation(command: Callable[
     assert (tmp_path / "o" / "r.txt").exists() and verify(tmp_path / "a").records == 2
 
 
+def test_the_command_tells_a_model_that_cannot_be_asked_by_its_exit_code(command: Callable[..., Any]) -> None:
+    with VendorServer([]) as server:
+        code, out, err = command("Do it.", "--model", "m", "--base-url", f"{server.url}/v1")
+    assert (code, out) == (253, "") and "the model could not be asked" in err
+
+
 @pytest.mark.parametrize("approved", [True, False])
 def test_the_command_waits_for_an_answer_from_elsewhere(
     command: Callable[..., Any], tmp_path: Path, approved: bool

@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
         last = collections.deque(records, maxlen=max(args.n, 0))
         _show(last, as_json=args.json)
         if args.follow:
-            after = last[-1]["seq"] if last else 0
+            after = max((r.get("seq", 0) for r in last), default=0)  # a damaged record has no number
             more = audit.read(Path(args.log), follow_s=_FOLLOW_EVERY_S)
             _show((r for r in _selected(more, args) if r.get("seq", 0) > after), as_json=args.json)
         return 0
