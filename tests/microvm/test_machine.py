@@ -23,7 +23,7 @@ from fumehood.errors import FumehoodError, OutcomeUnknownError, StartError, Unsu
 from fumehood.linux import process
 from fumehood.model import Boundary, Code, Command, Held, Limits, MiB, Outcome, Policy
 from fumehood.tier import require
-from fumehood.tiers.microvm import qemu, template
+from fumehood.tiers.microvm import images, qemu, template
 from fumehood.tiers.microvm.machine import MachineSandbox
 from fumehood.tiers.microvm.tier import MicrovmTier
 
@@ -236,6 +236,30 @@ def test_a_machine_that_ends_mid_run_is_not_known_to_have_done_it(end: str) -> N
             await asyncio.wait_for(task, 10)
         await sandbox.close()
         assert await run(tier, "print(2)") == "2\n"
+
+    with_tier(body)
+
+
+def test_a_frame_that_is_too_large_ends_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest whose agent tells the end of a program in a frame of 2 GiB: not read, and the outcome is unknown."""
+    for name in images.INSIDE:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((images._PACKAGE / name).read_bytes())
+    agent = tmp_path / "guest/agent.py"
+    packed = "FRAME.pack(len(header), len(body)) + header"
+    assert packed in agent.read_text()
+    hostile = "FRAME.pack(len(header), 1 << 31 if b'done' in header else len(body)) + header"
+    agent.write_text(agent.read_text().replace(packed, hostile))
+    monkeypatch.setattr(images, "_PACKAGE", tmp_path)
+
+    async def body(tier: MicrovmTier) -> None:
+        sandbox = await tier.create(PATIENT)
+        try:
+            with pytest.raises(OutcomeUnknownError):
+                await asyncio.wait_for(sandbox.exec(Code("print(1)")), 30)
+            assert "2147483648" in str(sandbox._killed)
+        finally:
+            await sandbox.close()
 
     with_tier(body)
 

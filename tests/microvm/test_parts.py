@@ -318,6 +318,18 @@ class TestTemplate:
         assert sorted(os.listdir(tmp_path)) == ["00", *(f"{n:02}" for n in range(5, 12))]
 
 
+def test_a_kernel_of_the_operators_tells_its_release(tmp_path: Path) -> None:
+    kernel = tmp_path / "any-name"
+    head = bytearray(0x500)
+    head[0x202:0x206] = b"HdrS"
+    head[0x20E:0x210] = (0x40).to_bytes(2, "little")
+    head[0x240:0x260] = b"6.9.1-own (me@here) #1 SMP".ljust(32, b"\0")
+    kernel.write_bytes(head)
+    assert images._is_kernel(kernel) and images._kernel_release(kernel) == "6.9.1-own"
+    kernel.write_bytes(head[:0x204])
+    assert not images._is_kernel(kernel)
+
+
 class TestQemu:
     def test_a_clone_maps_the_memory_for_itself_and_boots_nothing(self) -> None:
         line = " ".join(Shape("tcg", 512 * MiB).clone_arguments(program()))

@@ -307,7 +307,7 @@ def _make(made: Path, archives: list[Path], kernel_archive: Path, shop: Path, pr
     with (made / "initramfs.cpio").open("wb") as file:
         _write_root(Archive(file), root, kernel_root, python)
     return {
-        "kernel_release": boot[-1].name.removeprefix("vmlinuz-"),
+        "kernel_release": _kernel_release(boot[-1]),
         "python": python,
         "initramfs_bytes": (made / "initramfs.cpio").stat().st_size,
         "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -318,6 +318,15 @@ def _is_kernel(path: Path) -> bool:
     """Whether a file is a bzImage, by the mark of the x86 boot protocol."""
     with path.open("rb") as file:
         return file.read(0x206)[0x202:] == b"HdrS"
+
+
+def _kernel_release(path: Path) -> str:
+    """The release that a bzImage says it has: the first word of the text that its header points at (boot protocol)."""
+    with path.open("rb") as file:
+        head = file.read(0x10000)
+    start = 0x200 + int.from_bytes(head[0x20E:0x210], "little")
+    words = head[start : start + 256].partition(b"\0")[0].split()
+    return words[0].decode("ascii", "replace") if words else path.name
 
 
 def _trim(root: Path, python: str) -> None:

@@ -190,7 +190,7 @@ class MachineEnclosure:
     def lost_reason(self) -> str:
         """Why the channel may have closed."""
         if not self._inner.dead:
-            return "the guest closed it"
+            return "its agent ended, or sent what is no frame"
         return "the machine ended: the guest powered off or panicked, or QEMU died"
 
     def workdir_fd(self) -> int | None:

@@ -60,8 +60,8 @@ _KERNEL_OPTIONS = (
 #: Emulated, a string instruction takes a step for each byte where it is said to be fast (erms, fsrm), each entry and
 #: exit of user memory ends a block of translated code (smap), wide vectors are slower than narrow ones, and memory is
 #: fresh from the template anyway.
-_EMULATED_CPU = "max,-erms,-fsrm,-smap,-avx,-avx2,-f16c,-fma"
-_EMULATED_OPTIONS = "init_on_alloc=0"
+_EMULATED_CPU = "max,-erms,-fsrm,-smap,-avx,-avx2,-f16c,-fma,-la57"
+_EMULATED_OPTIONS = "init_on_alloc=0 psi=0 lsm= noautogroup nowatchdog"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ from fumehood.tiers.microvm.images import Image
 from fumehood.tiers.microvm.qemu import Program, Shape
 from fumehood.wire import Channel, ChannelClosed
 
+_NEEDED = "a kernel of your own needs virtio-mmio, virtio-console, tmpfs, cgroup v2 and ACPI built in"
+
 #: A day: long enough to be worth its seconds, short enough that a layout learnt from one sandbox is soon of no use.
 AGE_MAX_S = 86400.0
 
@@ -257,7 +259,7 @@ async def _until_ready(started: machine.Machine) -> None:
         done, _ = await asyncio.wait({ready, failed, ended}, timeout=BOOT_TIMEOUT_S, return_when="FIRST_COMPLETED")
         if ready in done and not ready.exception() and ready.result()[0]["op"] == "ready":
             return
-        said = "it took too long" if not done else "its agent did not begin"
+        said = "it took too long" if not done else f"its agent did not begin; {_NEEDED}"
         if failed in done and not failed.exception():
             said = str(failed.result().get("message"))[-2000:]
         elif ended in done:

@@ -28,6 +28,12 @@ REHEARSALS = (
     "(lambda: print(__import__('json').dumps({'a': [1, 2.5, None]})))()",
     "(lambda os: os.fork() and os.wait())(__import__('os'))",  # the child goes through the end of an interpreter
 )
+#: Ends the interpreter, as the last program does; the next one has another.
+_END = "__import__('os')._exit(0)"
+_REHEARSED = (
+    *(Code(program, displays=False) for program in (*REHEARSALS, _END)),
+    *(Code(program, displays=True) for program in REHEARSALS),
+)
 READY_TIMEOUT_S = 60.0
 _BUILD = "fumehood image build python --engine microvm"
 _SLOW = "without KVM: short glue code, no numeric work (Python 10 to 19 times slower, numpy far more)"
@@ -114,8 +120,8 @@ class MicrovmTier:
         """The same for later use: it has run a few programs of ours, so that their code is translated already."""
         sandbox = await self.create(policy)
         try:
-            for program in REHEARSALS:
-                result = await sandbox.exec(Code(program))
+            for program in _REHEARSED:
+                result = await sandbox.exec(program)
                 if not result.ok:
                     raise StartError(f"a rehearsal failed: {result.stderr[-500:]}", tier=self.name)
             return sandbox
