@@ -13,7 +13,8 @@ from fumehood.errors import StartError, UnavailableError
 from fumehood.images.engine import Engine, EngineError, EngineGoneError, Word
 from fumehood.images.packages import Progress
 from fumehood.images.service import reach
-from fumehood.images.store import DEFAULT_NAME, Image, check_name
+from fumehood.images.shelf import check_name
+from fumehood.images.store import DEFAULT_NAME, Image
 
 #: What is used where nothing was built and a registry can be reached; a tag that its publisher keeps patched.
 PULLED = "docker.io/library/python:3.12-slim"

@@ -16,9 +16,6 @@ are no part of an image: they are a second archive (:func:`own_archive`), made w
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import importlib.util
 import io
 import json
@@ -27,22 +24,19 @@ import marshal
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import fumehood
-from fumehood import environments
-from fumehood.errors import PolicyError, StartError
+from fumehood.errors import StartError
 from fumehood.images import packages as debian
+from fumehood.images import shelf
 from fumehood.images.packages import Progress
-from fumehood.images.store import check_name
 from fumehood.tiers.microvm.cpio import Archive
 
 #: How an image is laid out; a change of it makes every image new.
@@ -97,7 +91,6 @@ _LEFT_OUT = (
     "usr/sbin", "usr/bin/perl", "usr/include", "var",
 )  # fmt: skip
 _LIBRARY_LEFT_OUT = ("test", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "turtle.py")
-_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _FOLDERS = ("dev", "proc", "sys", "tmp", "work", "mnt", "root", "opt/env/bin")
 
 
@@ -131,7 +124,7 @@ class Image:
 
 def find(name: str = DEFAULT_NAME) -> Image | None:
     """The image called ``name``, or None. Raises PolicyError for a malformed name or an unsafe cache folder."""
-    return _load(folder(), check_name(name))
+    return _load(folder(), shelf.check_name(name))
 
 
 def build(
@@ -147,15 +140,15 @@ def build(
     virtio-mmio, virtio-console, tmpfs, cgroup v2 and ACPI built in. Raises PolicyError (malformed name or package) and
     StartError (apt is missing or failed, with its last lines; no space).
     """
-    check_name(name)
+    shelf.check_name(name)
     wanted = debian.check(tuple(dict.fromkeys((*debian.DEFAULT, *packages))))
     place = folder()
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(place, progress), _workshop(place) as shop:
+    with shelf.locked(place, progress), shelf.workshop(place) as shop:
         try:
             archives = debian.download(wanted, shop / "archives", progress)
             kernel_archive = kernel or _download_kernel(shop / "kernel-archive", progress)
-            digest = _digest([*archives, kernel_archive])
+            digest = shelf.digest_of([*archives, kernel_archive], head=b"%d" % LAYOUT)
             target = place / "images" / digest
             if (target / "manifest.json").exists():
                 progress("this image is built already")
@@ -168,7 +161,7 @@ def build(
                 shutil.rmtree(target, ignore_errors=True)  # without a manifest: half removed
                 target.parent.mkdir(exist_ok=True)
                 made.rename(target)
-            _point(place, name, digest)
+            shelf.point(place, name, digest)
         except OSError as error:
             raise StartError(f"the image could not be built: {error}", tier="microvm") from error
         image = _load(place, name)
@@ -180,11 +173,7 @@ def build(
 def list_all() -> tuple[Image, ...]:
     """Every image on this host, sorted by name. Raises PolicyError for an unsafe cache folder."""
     place = folder()
-    try:
-        names = sorted(os.listdir(place / "names"))
-    except FileNotFoundError:
-        return ()
-    return tuple(image for name in names if not name.startswith(".") and (image := _load(place, name)) is not None)
+    return tuple(image for name in shelf.names(place) if (image := _load(place, name)) is not None)
 
 
 def remove(name: str) -> bool:
@@ -193,32 +182,19 @@ def remove(name: str) -> bool:
     Raises PolicyError. A sandbox that runs needs none of these files.
     """
     place = folder()
-    if _load(place, check_name(name)) is None:
+    if _load(place, shelf.check_name(name)) is None:
         return False
-    with _locked(place, lambda line: None):
+    with shelf.locked(place, lambda line: None):
         (place / "names" / name).unlink(missing_ok=True)
         named = {image.digest for image in list_all()}
-        for path in (place / "images").iterdir():
-            if path.name not in named:
-                shutil.rmtree(path)
+        shelf.sweep(place / "images", named)
         shutil.rmtree(place / "templates", ignore_errors=True)
     return True
 
 
 def folder() -> Path:
     """Where images and templates are kept. Raises PolicyError if somebody else could change what is in it."""
-    place = environments.cache_folder() / "microvm"
-    for path in (place.parent, place):
-        try:
-            info = path.stat()
-        except FileNotFoundError:
-            continue
-        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PolicyError(
-                f"the cache folder {path} is not this user's alone",
-                remedy="own it and take write permission from others, or set FUMEHOOD_CACHE to another folder",
-            )
-    return place
+    return shelf.own_folder("microvm")
 
 
 def own_archive(python: str) -> bytes:
@@ -372,21 +348,10 @@ def _module(path: Path) -> bytes:
     return data
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
-
-
-def _digest(archives: list[Path]) -> str:
-    total = hashlib.sha256(b"%d" % LAYOUT)
-    for archive in archives:
-        with archive.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
-
-
 def _load(place: Path, name: str) -> Image | None:
     try:
-        digest = (place / "names" / name).read_text().strip()
-        if not _DIGEST.match(digest):
+        digest = shelf.meant_by(place, name)
+        if digest is None:
             return None
         path = place / "images" / digest
         raw = json.loads((path / "manifest.json").read_bytes())
@@ -402,33 +367,3 @@ def _load(place: Path, name: str) -> Image | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _point(place: Path, name: str, digest: str) -> None:
-    (place / "names").mkdir(exist_ok=True)
-    fresh = place / "names" / f".{name}-{os.getpid()}"
-    fresh.write_text(digest)
-    fresh.replace(place / "names" / name)
-
-
-@contextlib.contextmanager
-def _locked(place: Path, progress: Progress) -> Iterator[None]:
-    with (place / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another build to end")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _workshop(place: Path) -> Iterator[Path]:
-    """A fresh folder to build in; what an interrupted build left there goes first."""
-    building = place / "building"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        yield Path(tempfile.mkdtemp(dir=building))
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
