@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fumehood.attacks import credentials, files, kernel, lifecycle, network, posture, resources, results
+from fumehood.attacks import credentials, files, kernel, lifecycle, network, posture, resources, results, runtimes
 from fumehood.attacks.model import Attack
 
 #: A CPU loop, a memory grab, a flood of processes, a large file, a planted secret, a service on loopback.
 FIRST = ("A1", "A7", "A14", "A20", "B1", "D1")
 
-_MODULES = (resources, files, kernel, network, credentials, results, lifecycle, posture)
+_MODULES = (resources, files, kernel, network, credentials, results, lifecycle, posture, runtimes)
 
 _BY_ID: dict[str, Attack] = {attack.id: attack for module in _MODULES for attack in module.ATTACKS}
 

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fumehood.attacks import host, procfs
+from fumehood.attacks import dialects, host, procfs
 from fumehood.attacks.control import ControlTier
 from fumehood.attacks.model import Attack, Finding, Verdict
 from fumehood.attacks.needs import unmet
 from fumehood.attacks.observe import Run
-from fumehood.attacks.prelude import compose
 from fumehood.attacks.residue import Residue
 from fumehood.attacks.stage import Stage, remove_sysv
 from fumehood.errors import FileError, FumehoodError, PolicyError
-from fumehood.model import Boundary, Code, Mount, Outcome, Policy
+from fumehood.model import Code, Mount, Outcome, Policy
 from fumehood.tier import Sandbox, Tier
 
 LOOK_S = 0.02
@@ -38,8 +37,8 @@ _MOUNTED = "/mnt/open"
 #: The end of a traceback that says the attacker's program was wrong, not that it was stopped.
 _MISTAKES = (b"NameError", b"SyntaxError", b"ImportError", b"ModuleNotFoundError", b"AttributeError", b"TypeError")
 
-#: Boundaries in which a program has no system calls, so that attacks made of those say nothing.
-_NO_PROCESS = (Boundary.INTERPRETER, Boundary.RUNTIME)
+#: In a language runtime these say that there is nothing of that name to misuse.
+_LACKS = (b"ImportError", b"ModuleNotFoundError", b"AttributeError")
 
 MakeTier = Callable[[Attack, Stage], Tier]
 
@@ -98,8 +97,8 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     lacking = [name for name in attack.features if not getattr(tier.features, name)]
     if lacking:
         return end(Verdict.NOT_APPLICABLE, f"the tier has no {lacking[0].replace('_', ' ')}")
-    if not tier.features.full_python or tier.features.boundary in _NO_PROCESS:
-        return end(Verdict.NOT_APPLICABLE, "the program is not a process of Linux in this tier")
+    if not control and (reason := dialects.unable(attack, tier.features)):
+        return end(Verdict.NOT_APPLICABLE, reason)
     policy = attack.policy(base)
     mounted = str(stage.open)
     if tier.features.mounts and "T.mounted" in attack.program:
@@ -114,6 +113,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
             before = await Residue.settled(stage)
             run = Run(attack, policy, stage, known=makers & before.processes)
             run.control = control
+            run.in_runtime = dialects.is_runtime(tier.features)
             await _attack(run, tier, stage.targets(mounted=mounted) | {"note": stage.note})
         except (FumehoodError, OSError) as error:
             return end(Verdict.INCONCLUSIVE, f"set-up failed: {type(error).__name__}: {error}")
@@ -157,7 +157,7 @@ async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     run.receipt = sandbox.receipt
     try:
         await _files(run, sandbox, attack.uploads)
-        text = Code(compose(attack.program, targets))
+        text = Code(dialects.compose(attack.program, targets, tier.features))
         live = bool(attack.reuploads or attack.downloads)
         await _watched(run, tier, sandbox, text, targets, last=not live)
         if live:
@@ -175,8 +175,9 @@ async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
 async def _watched(
     run: Run, tier: Tier, sandbox: Sandbox, text: Code, targets: dict[str, object], *, last: bool
 ) -> None:
-    run.began = time.monotonic()
     run.supervisor_before_bytes = procfs.resident_bytes()
+    run.look_before()
+    run.began = time.monotonic()
     task = asyncio.ensure_future(sandbox.exec(text, stdin=bytes(run.attack.stdin_bytes), sink=run.feed, last=last))
     try:
         while not task.done():
@@ -203,7 +204,9 @@ async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     """The second program: it is told all but the note."""
     told = {k: v for k, v in targets.items() if k != "note"}
     sandbox = await tier.create(run.policy)
-    task = asyncio.ensure_future(sandbox.exec(Code(compose(run.attack.second, told)), last=True))
+    task = asyncio.ensure_future(
+        sandbox.exec(Code(dialects.compose(run.attack.second, told, tier.features)), last=True)
+    )
     known = {seen.pid for seen in run.done}
     try:
         while not task.done() and not run.beside:
@@ -279,11 +282,14 @@ def _judge(run: Run) -> tuple[Verdict, str]:
         return Verdict.BROKEN, f"destroying the sandbox failed: {run.close_failure}"
     if run.attack.uploads and run.refusals:
         return Verdict.HELD, f"refused: {run.refusals[0]}"
+    if run.in_runtime and not run.armed and run.result is not None and run.result.unsupported:
+        return Verdict.NOT_APPLICABLE, f"the program needs what the runtime lacks: {run.result.unsupported}"
     if not run.armed and run.failure is None:
         return Verdict.INCONCLUSIVE, f"the program did not start: {_tail(run)}"
     if run.result is not None and run.result.stderr_data:
         last = run.result.stderr_data.rstrip().rpartition(b"\n")[2]
-        if last.startswith(_MISTAKES):
+        lacking = run.in_runtime and (last.startswith(_LACKS) or run.result.unsupported is not None)
+        if last.startswith(_MISTAKES) and not lacking:
             return Verdict.INCONCLUSIVE, f"the program failed by itself: {_tail(run)}"
     if run.attack.watch.marked and not run.done:
         killed = run.result is not None and run.result.outcome is Outcome.SIGNALED
@@ -297,7 +303,8 @@ def _held(run: Run) -> str:
         return "not seen, while the program claimed to be done"
     if run.result is not None:
         code = "" if run.result.exit_code is None else f" {run.result.exit_code}"
-        return f"ended as {run.result.outcome.value}{code} after {run.seconds:.2f} s"
+        last = run.result.stderr.rstrip().rpartition("\n")[2][:100] if run.in_runtime else ""
+        return f"ended as {run.result.outcome.value}{code} after {run.seconds:.2f} s" + (f": {last}" if last else "")
     return run.failure or f"stopped after {run.seconds:.2f} s"
 
 

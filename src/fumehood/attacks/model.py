@@ -68,6 +68,7 @@ class Attack:
     alone: bool = False  # measures what a neighbour would disturb
     pty: bool = False  # under a policy that lets commands have pseudo-terminals
     terminal: bool = False  # needs a controlling terminal of the supervisor
+    runtimes_only: bool = False  # on a language runtime: a tier whose programs are processes does not face it
     orphan: bool = False  # the supervisor itself is killed in mid-run
 
     def must_hold(self, boundary: Boundary) -> bool:

@@ -45,7 +45,7 @@ from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
-from fumehood.tiers.jail.tier import JailTier
+from fumehood.tiers.jail.tier import JailTier, drop_spare
 from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
 
 #: A host function that a program may call. Arguments and result are JSON values; it may be a coroutine function.
@@ -188,10 +188,11 @@ class WorkerHost:
         return Receipt(self.recipe.tier, self.recipe.boundary, (*controls, *around), host=inner.host, notes=notes)
 
     async def close(self) -> None:
-        """Release the jail's templates. Idempotent."""
+        """Release the jail's templates, and what its probe has kept ready for another guest. Idempotent."""
         if self._jail is not None:
             jail, self._jail = self._jail, None
             await jail.close()
+            await in_thread(drop_spare)
 
 
 class WorkerSandbox(GuestSandbox):

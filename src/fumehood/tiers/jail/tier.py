@@ -431,6 +431,13 @@ def _take_spare() -> Zygote | None:
     return spare
 
 
+def drop_spare() -> None:
+    """End the zygote that a probe has started, if no tier has taken it. Waits for its end."""
+    spare = _take_spare()
+    if spare is not None:
+        spare.close()
+
+
 def _try_host() -> Probe:
     if sys.platform != "linux":
         return Probe(False, f"needs Linux namespaces; this is {platform.system()}", "use a tier of another kind")
