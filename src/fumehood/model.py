@@ -185,6 +185,8 @@ class Mount:
 #: Limits that a policy can demand to be held by the kernel exactly, not by a poller or per process.
 HARD_LIMITS = ("memory", "pids", "cpu", "disk")
 
+#: Names of images with their registry and tag or digest, and of runtimes or their files.
+_OCI_NAME = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_./:@+-]{0,254}\Z")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -203,6 +205,8 @@ class Policy:
     mounts: tuple[Mount, ...] = ()
     egress: tuple[str, ...] = ()  # hosts that may be reached; ("*",) opens the network
     terminals: bool = False  # whether commands may run on pseudo-terminals (Command.pty)
+    image: str | None = None  # the root file system of a tier that has images, see `fumehood image`
+    runtime: str | None = None  # the OCI runtime of a container engine; the boundary follows from it
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -227,6 +231,10 @@ class Policy:
         set_(self, "env", MappingProxyType(dict(self.env)))
         if self.environment is not None and (not isinstance(self.environment, str) or not self.environment):
             raise PolicyError(f"environment must be the name of an environment, not {self.environment!r}")
+        for name in ("image", "runtime"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not _OCI_NAME.match(value)):
+                raise PolicyError(f"{name} must be a name, not {value!r}")
         if isinstance(self.mounts, (str, bytes)) or not isinstance(self.mounts, (tuple, list)):
             raise PolicyError(f"mounts must be a list of mounts, not {self.mounts!r}")
         set_(self, "mounts", tuple(self.mounts))

@@ -8,6 +8,7 @@ floor picks the lightest tier on this host that meets it and holds the whole pol
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fumehood.errors import PolicyError, UnavailableError, UnsupportedError
@@ -35,17 +36,23 @@ def names() -> tuple[str, ...]:
     return tuple(_TIERS)
 
 
-def make(name: str) -> Tier:
+def make(name: str, policy: Policy | None = None) -> Tier:
     """A new instance of the tier called ``name``. Raises PolicyError for an unknown name.
 
-    The instance belongs to the caller, who closes it.
+    It is made with the image and the runtime that ``policy`` names, where the tier has such (:class:`Features`). The
+    instance belongs to the caller, who closes it.
     """
     try:
         module, _, attribute = _TIERS[name].partition(":")
     except KeyError:
         raise PolicyError(f"unknown tier {name!r}; tiers are {', '.join(_TIERS)}") from None
-    tier: Tier = getattr(importlib.import_module(module), attribute)()
-    return tier
+    kind: Callable[..., Tier] = getattr(importlib.import_module(module), attribute)
+    tier = kind()
+    if policy is None:
+        return tier
+    taken = {"image": tier.features.images, "runtime": tier.features.runtimes}
+    options = {name: value for name, takes in taken.items() if takes and (value := getattr(policy, name)) is not None}
+    return kind(**options) if options else tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ def choose(
     """
     wanted = Boundary.parse(floor) if floor is not None else None
     if tier is not None:
-        named = make(tier)
+        named = make(tier, policy)
         require(named, policy, floor=wanted, program=program)
         probe = named.probe()
         if not probe.available:
@@ -87,7 +94,7 @@ def choose(
         wanted = DEFAULT_FLOOR
     reasons = []
     for name in _TIERS:
-        candidate = make(name)
+        candidate = make(name, policy)
         try:
             require(candidate, policy, floor=wanted, program=program)
         except UnsupportedError as error:

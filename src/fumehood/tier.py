@@ -45,6 +45,8 @@ class Features:
     pty: bool = False  # Command.pty
     environments: bool = False  # Policy.environment and preload
     mounts: bool = False  # Policy.mounts
+    images: bool = False  # Policy.image: the tier's class takes it as ``image``
+    runtimes: bool = False  # Policy.runtime: the tier's class takes it as ``runtime``
     egress_open: bool = False  # Policy.egress == ("*",)
     egress_list: bool = False  # Policy.egress as an allow-list
     #: Limits that are held here when they are not the default; another one that is set is refused by name.
@@ -316,6 +318,10 @@ def require(
         unmet.append("preload")
     if policy.mounts and not features.mounts:
         unmet.append("mounts")
+    if policy.image is not None and not features.images:
+        unmet.append("image")
+    if policy.runtime is not None and not features.runtimes:
+        unmet.append("runtime")
     if policy.egress == ("*",):
         if not features.egress_open:
             unmet.append("egress to everywhere")

@@ -177,6 +177,11 @@ def test_a_mount_lies_below_mnt(source: Any, target: Any) -> None:
         ("environment", ""),
         ("environment", 5),
         ("mounts", ("/a",)),
+        ("image", ""),
+        ("image", "--privileged"),
+        ("image", "a b"),
+        ("runtime", 5),
+        ("runtime", "../runc"),
     ],
 )
 def test_a_malformed_policy_is_refused_by_name(name: str, value: Any) -> None:
@@ -212,6 +217,9 @@ def test_equal_policies_have_equal_digests_and_any_change_shows() -> None:
         "preload": ("numpy",),
         "mounts": (Mount("/a", "/mnt/a"),),
         "egress": ("*",),
+        "terminals": True,
+        "image": "own",
+        "runtime": "crun",
     }
     assert set(changed) == {f.name for f in fields(Policy)}
     digests = {base.digest(), *(replace(base, **{k: v}).digest() for k, v in changed.items())}
@@ -375,7 +383,17 @@ class Stub:
 
 
 BARE = Features(Boundary.KERNEL, "")
-FULL = Features(Boundary.KERNEL, "", commands=True, environments=True, mounts=True, egress_open=True, egress_list=True)
+FULL = Features(
+    Boundary.KERNEL,
+    "",
+    commands=True,
+    environments=True,
+    mounts=True,
+    images=True,
+    runtimes=True,
+    egress_open=True,
+    egress_list=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +402,8 @@ FULL = Features(Boundary.KERNEL, "", commands=True, environments=True, mounts=Tr
         (Policy(environment="demo"), "environment"),
         (Policy(preload=("numpy",)), "preload"),
         (Policy(mounts=(Mount("/a", "/mnt/a"),)), "mounts"),
+        (Policy(image="own"), "image"),
+        (Policy(runtime="crun"), "runtime"),
         (Policy(egress=("*",)), "egress to everywhere"),
         (Policy(egress=("pypi.org",)), "egress by an allow-list"),
         (Policy(egress=("*", "pypi.org")), "egress by an allow-list"),

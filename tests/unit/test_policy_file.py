@@ -20,6 +20,8 @@ environment = "demo"
 preload = ["numpy", "matplotlib.pyplot"]
 egress = ["pypi.org"]
 terminals = true
+image = "registry.example:5000/own/python@sha256:0a"
+runtime = "crun"
 
 [limits]
 wall_s = "500ms"
@@ -72,6 +74,8 @@ def test_every_key_is_loaded() -> None:
         mounts=(Mount("/srv/a", "/mnt/a"), Mount("/srv/b", "/mnt/b/c")),
         egress=("pypi.org",),
         terminals=True,
+        image="registry.example:5000/own/python@sha256:0a",
+        runtime="crun",
     )
     default = Policy()
     unset = [f.name for f in fields(Policy) if getattr(policy, f.name) == getattr(default, f.name)]

@@ -49,6 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     boundary.add_argument("--tier", help="the tier to use, see `fumehood tiers`")
     boundary.add_argument("--floor", metavar="BOUNDARY", help="the weakest boundary accepted (default: kernel)")
     boundary.add_argument("--policy", metavar="FILE", help="policy file (TOML)")
+    boundary.add_argument("--image", metavar="NAME", help="the root file system, see `fumehood image`")
+    boundary.add_argument("--runtime", metavar="NAME", help="the OCI runtime of docker or podman")
 
     limits = parser.add_argument_group("limits")
     limits.add_argument("--wall", metavar="TIME", help=f"time from start to end (default: {default.wall_s:g})")
@@ -129,9 +131,11 @@ def _policy(args: argparse.Namespace) -> Policy:
                 policy = replace(policy, limits=replace(policy.limits, **{field: parse(text)}))
     with _naming("--env"):
         policy = replace(policy, env={**policy.env, **dict(map(_variable, args.env))})
-    if args.environment is not None:
-        with _naming("--environment"):
-            policy = replace(policy, environment=args.environment)
+    for field in ("environment", "image", "runtime"):
+        value = getattr(args, field)
+        if value is not None:
+            with _naming(f"--{field}"):
+                policy = replace(policy, **{field: value})
     with _naming("--preload"):
         policy = replace(policy, preload=(*policy.preload, *args.preload))
     return policy

@@ -12,7 +12,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
-from fumehood.errors import PolicyError
+from fumehood.errors import PolicyError, UnsupportedError
 from fumehood.images.engine import socket_paths
 from fumehood.model import Boundary, Limits, Policy
 from fumehood.tiers.container import payload, profile
@@ -268,6 +268,22 @@ def _ulimits(limits: Limits) -> list[tuple[str, int]]:
     if hard != resource.RLIM_INFINITY:
         nproc = min(nproc, hard)
     return [("nofile", limits.open_files), ("core", 0), ("memlock", 0), ("msgqueue", 0), ("nproc", nproc)]
+
+
+def require_own(policy: Policy, *, tier: str, image: str | None, runtime: str | None) -> None:
+    """Refuse a policy for another image or runtime than the tier was made with. Raises UnsupportedError.
+
+    :func:`fumehood.registry.choose` makes a tier with those of the policy; this is for a tier that was made by hand.
+    """
+    pairs = (("image", policy.image, image), ("runtime", policy.runtime, runtime))
+    unmet = tuple(name for name, wanted, own in pairs if wanted not in (None, own))
+    if unmet:
+        raise UnsupportedError(
+            f"cannot hold: another {' and '.join(unmet)} than it was made with",
+            unmet=unmet,
+            tier=tier,
+            remedy="give the tier's name, not a tier, with the policy",
+        )
 
 
 def refuse_sockets(source: str) -> None:

@@ -40,8 +40,8 @@ _STARTS_PER_CPU = 2
 
 class ContainerTier:
     """One engine as a tier. ``image`` is a name given to `fumehood image build` or an engine's reference; ``runtime``
-    is the OCI runtime, the engine's default if None. Both default to what the environment says
-    (``FUMEHOOD_IMAGE``, ``FUMEHOOD_OCI_RUNTIME``), which is the operator's.
+    is the OCI runtime, the engine's default if None. A policy names them, or else the environment
+    (``FUMEHOOD_IMAGE``, ``FUMEHOOD_OCI_RUNTIME``), which is the operator's as well.
     """
 
     name: Word
@@ -61,6 +61,8 @@ class ContainerTier:
             pty=True,
             environments=True,
             mounts=True,
+            images=True,
+            runtimes=True,
         )
         self._live: set[ContainerEnclosure] = set()
         self._left: list[str] = []
@@ -83,10 +85,11 @@ class ContainerTier:
     async def create(self, policy: Policy) -> GuestSandbox:
         """A container, started, its receipt read back. Nothing is left of one that did not come to be.
 
-        Raises UnsupportedError, PolicyError (a mount that shows an engine's socket), UnavailableError (no engine, no
-        image), StartError.
+        Raises UnsupportedError (an image or a runtime that is not this tier's included), PolicyError (a mount that
+        shows an engine's socket), UnavailableError (no engine, no image), StartError.
         """
         require(self, policy)
+        spec.require_own(policy, tier=self.name, image=self.image, runtime=self.runtime)
         try:
             before = self._closings
             engine, host = await self._ready()

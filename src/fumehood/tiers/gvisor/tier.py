@@ -70,6 +70,7 @@ FEATURES = Features(
     pty=True,
     environments=True,
     mounts=True,
+    images=True,
 )
 
 
@@ -99,6 +100,7 @@ class GvisorTier:
     async def create(self, policy: Policy) -> GuestSandbox:
         """A new sandbox. Raises UnsupportedError, PolicyError, UnavailableError, StartError; nothing is left then."""
         require(self, policy)
+        spec.require_own(policy, tier=self.name, image=self.image, runtime=None)
         if policy.limits.memory_bytes < MEMORY_BYTES_MIN:
             unmet = f"a memory limit below {MEMORY_BYTES_MIN >> 20} MiB, which gVisor itself needs"
             raise UnsupportedError(f"cannot hold: {unmet}", unmet=(unmet,), tier=self.name)
