@@ -5,10 +5,12 @@ It starts one ``monty`` process, in which alone programs run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import signal
+import string
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +24,13 @@ from fumehood.tiers.worker_guest import Header, Output, Stream, WorkerGuest
 #: A program's last word on stderr is cut to this; a traceback of a deep recursion is long.
 _TRACEBACK_MAX = 64 << 10
 _CRASHED = -signal.SIGKILL
+
+#: Modules that Monty lacks and that are nothing but constants, so that no code runs outside of it for them.
+MODULES = {
+    "string": pydantic_monty.ExternalModule(
+        {name: value for name, value in vars(string).items() if isinstance(value, str) and not name.startswith("_")}
+    )
+}
 
 
 class Tools:
@@ -73,9 +82,12 @@ class InterpreterGuest(WorkerGuest):
 
     def open_session(self) -> None:
         """A fresh Monty session, touched so that the first program does not pay for page faults."""
-        self.session = self.pool.checkout(script_name="agent.py", limits=self.limits, assert_message_annotations=False)
+        self.session = self.pool.checkout(
+            script_name="agent.py", limits=self.limits, assert_message_annotations=False, external_modules=MODULES
+        )
         self.session.__enter__()
         self.session.feed_run("sum([i * i for i in range(10)])")
+        self.monty = children()
 
     def program(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
         """See :class:`WorkerGuest`."""
@@ -95,6 +107,8 @@ class InterpreterGuest(WorkerGuest):
             done = self.crashed(output, error)
         except pydantic_monty.MontyError as error:
             done = failed(output, error)
+        if header.get("last") is True:
+            self.stop()  # it dies beside this process, and not after it
         return done
 
     def restore(self) -> None:
@@ -114,15 +128,19 @@ class InterpreterGuest(WorkerGuest):
 
     def stop(self) -> None:
         """Kill the monty process: nothing else stops it in the middle of one long operation."""
-        ours = os.getpid()
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-                if parent == ours:
-                    os.kill(int(name), signal.SIGKILL)
-            except (OSError, ValueError, IndexError):
-                pass  # it ended meanwhile
+        for pid in self.monty:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """The processes that this one has started."""
+    ours, found = os.getpid(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == ours:
+                found.append(int(name))
+    return found
 
 
 def failed(output: Output, error: pydantic_monty.MontyError) -> Header:
