@@ -21,7 +21,7 @@ from support.residue import Look
 from fumehood import environments
 from fumehood.errors import FumehoodError, OutcomeUnknownError, StartError, UnsupportedError
 from fumehood.linux import process
-from fumehood.model import Boundary, Code, Command, Held, Limits, MiB, Outcome, Policy
+from fumehood.model import ArtifactLimits, Boundary, Code, Command, Held, Limits, MiB, Outcome, Policy
 from fumehood.tier import require
 from fumehood.tiers.microvm import images, qemu, template
 from fumehood.tiers.microvm.machine import MachineSandbox
@@ -315,6 +315,22 @@ def test_many_runs_leave_nothing(private_tmp: Path) -> None:
                 (out / "f").unlink()
                 out.rmdir()
         assert before.left(private_tmp) == []
+
+    with_tier(body)
+
+
+def test_a_deep_tree_is_sent_as_far_as_artifacts_go(tmp_path: Path) -> None:
+    program = "import os\nfor _ in range(1500): os.mkdir('d'); open('f', 'w').write('x'); os.chdir('d')"
+
+    async def body(tier: MicrovmTier) -> None:
+        policy = replace(PATIENT, artifacts=ArtifactLimits(depth=4))
+        sandbox = await tier.create(policy)
+        result = await sandbox.exec(Code(program), last=True)
+        assert result.ok, result.stderr
+        saved = await sandbox.close(out=tmp_path / "out")
+        kept = {a.path for a in saved if a.skipped is None}
+        assert kept == {"d/" * depth + "f" for depth in range(5)}
+        assert [a.path for a in saved if a.skipped is not None] == ["d/d/d/d/d"]
 
     with_tier(body)
 

@@ -31,8 +31,12 @@ def put(control: int, data: bytes) -> None:
         view = view[os.write(control, view) :]
 
 
-def export(control: int, work: int, entries: int, left: int) -> None:
-    """Send all below the folder ``work``: at most ``entries`` names and ``left`` bytes of content."""
+def export(control: int, work: int, entries: int, left: int, depth: int) -> None:
+    """Send what is below the folder ``work``: at most ``entries`` names and ``left`` bytes of content.
+
+    Folders more than ``depth`` deep are sent without what is in them: each is a walk from the top, so a tree of
+    thousands would take its square.
+    """
     names: dict[int, str] = {}
     folders: list[bytes] = [b""]
     truncated = False
@@ -47,7 +51,7 @@ def export(control: int, work: int, entries: int, left: int) -> None:
             entries -= 1
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
             left -= send_entry(control, fd, name, path, info, left, names)
-            if stat.S_ISDIR(info.st_mode):
+            if stat.S_ISDIR(info.st_mode) and path.count(b"/") < depth:
                 folders.append(path)
         os.close(fd)
     say(control, {"op": "exported", "truncated": truncated})

@@ -12,7 +12,7 @@ object behind it is what limits differ, or nothing. To both the answer is a line
 
 From then on lines are JSON objects of at most LINE_MAX bytes. From the host::
 
-    export     entries bytes
+    export     entries bytes depth
 
 and to the host::
 
@@ -101,6 +101,10 @@ _GRACE_MS = 2000  # how long the machine stays for its files once the agent has 
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
 
+#: Work that the kernel does now and then, for which a machine is too small and lives too short: without hardware
+#: virtualisation it takes some 10 ms of each clone's first.
+QUIET = {"vm/compaction_proactiveness": "0", "vm/stat_interval": "3600", "vm/dirty_writeback_centisecs": "0"}
+
 #: While the template boots; a sandbox's own limits come with "adopt".
 _FIRST_DISK_BYTES = 64 << 20
 _FIRST_FILES = 4096
@@ -134,6 +138,9 @@ def set_up() -> dict[str, str]:
     mount("cgroup2", "/sys/fs/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     write("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids")
     os.mkdir(CGROUP)
+    for name, value in QUIET.items():
+        if os.path.exists(f"/proc/sys/{name}"):
+            write(f"/proc/sys/{name}", value)
     for name in read(f"{MODULES}/order").split():
         load_module(f"{MODULES}/{name}")
     return dict(word.partition("=")[::2] for word in read("/proc/cmdline").split())
@@ -400,36 +407,43 @@ def report_spent(control: int, peak: int, events: int, status: int) -> None:
 # --- the control port ------------------------------------------------------------------------------------------------
 
 
-def lines(service: Service) -> Iterator[dict[str, Any]]:
-    """What the host asks, one by one, until the agent has ended by itself and the host wants nothing more."""
-    wake, wake_in = os.pipe()
-    for fd in (wake, wake_in):
-        os.set_blocking(fd, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor does the work
-    signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
-    poll = select.poll()
-    poll.register(service.control, select.POLLIN)
-    poll.register(wake, select.POLLIN)
-    data = b""
-    while True:
-        ready = dict(poll.poll(None if service.pid else _GRACE_MS))
-        if wake in ready:
-            os.read(wake, 4096)
-            if service.ended_by_itself():
-                tell_of_end(service)
-        if service.control not in ready:
-            if not ready and not service.pid:
-                return
-            continue
-        piece = os.read(service.control, LINE_MAX)
-        if not piece:
-            time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
-        data += piece
-        if len(data) > LINE_MAX:
-            raise RuntimeError("the host sent an endless line")
-        while b"\n" in data:
-            line, _, data = data.partition(b"\n")
-            yield json.loads(line)
+class Listener:
+    """What the host asks. Made before the snapshot: see :func:`become_sandbox`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.wake, wake_in = os.pipe()
+        for fd in (self.wake, wake_in):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor does the work
+        signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+        self.poll = select.poll()
+        self.poll.register(service.control, select.POLLIN)
+        self.poll.register(self.wake, select.POLLIN)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """One by one, until the agent has ended by itself and the host wants nothing more."""
+        service = self.service
+        data = b""
+        while True:
+            ready = dict(self.poll.poll(None if service.pid else _GRACE_MS))
+            if self.wake in ready:
+                os.read(self.wake, 4096)
+                if service.ended_by_itself():
+                    tell_of_end(service)
+            if service.control not in ready:
+                if not ready and not service.pid:
+                    return
+                continue
+            piece = os.read(service.control, LINE_MAX)
+            if not piece:
+                time.sleep(0.001)  # nobody is connected
+            data += piece
+            if len(data) > LINE_MAX:
+                raise RuntimeError("the host sent an endless line")
+            while b"\n" in data:
+                line, _, data = data.partition(b"\n")
+                yield json.loads(line)
 
 
 def tell_of_end(service: Service) -> None:
@@ -447,31 +461,31 @@ def become_sandbox(service: Service) -> None:
     some ten microseconds for each block of it. So what most clones do is fixed in size and prepared beforehand: they
     read once, ask the kernel for three things, and write twice.
     """
-    with open("/dev/random", "rb", buffering=0) as device:
-        while True:
-            message = os.read(service.control, LINE_MAX)
-            if not message:
-                time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
-                continue
-            kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
-            if kind == ADOPT:
-                time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
-                fcntl.ioctl(device, _RNDADDENTROPY, ENTROPY_HEAD + entropy)
-                fcntl.ioctl(device, _RNDRESEEDCRNG)
-                if fresh:
-                    service.end()
-                    service.start(fresh=True)
-            if size:
-                while len(message) < BECOME.size + size:
-                    message += os.read(service.control, LINE_MAX)
-                service.hold(json.loads(message[BECOME.size :]))
-            os.write(service.control, service.answer)
-            if kind == ADOPT:
-                if not fresh:
-                    # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls
-                    # between no two of its frames.
-                    os.write(service.port, READY)
-                return
+    device = os.open("/dev/random", os.O_RDONLY | os.O_CLOEXEC)
+    while True:
+        message = os.read(service.control, LINE_MAX)
+        if not message:
+            time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
+            continue
+        kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
+        if kind == ADOPT:
+            time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
+            fcntl.ioctl(device, _RNDADDENTROPY, ENTROPY_HEAD + entropy)
+            fcntl.ioctl(device, _RNDRESEEDCRNG)
+            if fresh:
+                service.end()
+                service.start(fresh=True)
+        if size:
+            while len(message) < BECOME.size + size:
+                message += os.read(service.control, LINE_MAX)
+            service.hold(json.loads(message[BECOME.size :]))
+        os.write(service.control, service.answer)
+        if kind == ADOPT:
+            if not fresh:
+                # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls
+                # between no two of its frames.
+                os.write(service.port, READY)
+            return
 
 
 def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
@@ -487,11 +501,12 @@ def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
 
 def serve(service: Service) -> None:
     """Answer the host until the agent ends."""
+    listener = Listener(service)
     become_sandbox(service)
-    for asked in lines(service):
+    for asked in listener.lines():
         if asked["op"] == "export":
             service.end()  # the programs first
-            export(service.control, service.work, asked["entries"], asked["bytes"])
+            export(service.control, service.work, asked["entries"], asked["bytes"], asked["depth"])
 
 
 def main() -> None:

@@ -127,10 +127,11 @@ class MachineEnclosure:
     memory, with the work folder in it, is there. Takes ownership of ``machine``, but for its agent's socket.
     """
 
-    def __init__(self, machine: Machine, limits: Limits) -> None:
+    def __init__(self, machine: Machine, policy: Policy) -> None:
         self._machine = machine
         self._inner = machine.enclosure
-        self._limits = limits
+        self._limits = policy.limits
+        self._depth = policy.artifacts.depth
         self._before_cpu_s = self._inner.usage()[0] or 0.0
         self._closing = False
         self._wants_files = False
@@ -169,7 +170,8 @@ class MachineEnclosure:
         self._folder = tempfile.mkdtemp(prefix="fumehood-microvm-")
         work = os.path.join(self._folder, "work")
         os.mkdir(work, 0o700)
-        self._machine.control.post("export", entries=self._limits.files, bytes=self._limits.disk_bytes)
+        bounds = {"entries": self._limits.files, "bytes": self._limits.disk_bytes, "depth": self._depth}
+        self._machine.control.post("export", **bounds)
         self._inner.signal(signal.SIGCONT)
         with contextlib.suppress(TimeoutError, StartError, OSError):
             async with asyncio.timeout(_EXPORT_TIMEOUT_S):

@@ -141,7 +141,7 @@ class MicrovmTier:
                 await started.monitor.restore(qemu.STATE_FD)
                 started.control.send(template.adoption(policy.limits, fresh=self._fresh))  # now, for it tells the time
                 receipt = posture.receipt(await started.control.line(), policy, made, started.receipt)
-            enclosure = MachineEnclosure(started, policy.limits)
+            enclosure = MachineEnclosure(started, policy)
             fd = started.agent.detach()
             sandbox = MachineSandbox(Channel(fd, fd), enclosure, policy, receipt, env=ENV)
             await sandbox.ready(READY_TIMEOUT_S)
