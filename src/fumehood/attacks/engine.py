@@ -24,7 +24,7 @@ from fumehood.attacks.observe import Run
 from fumehood.attacks.residue import Residue
 from fumehood.attacks.stage import Stage, remove_sysv
 from fumehood.errors import FileError, FumehoodError, PolicyError
-from fumehood.model import Code, Mount, Outcome, Policy
+from fumehood.model import Boundary, Code, Mount, Outcome, Policy
 from fumehood.tier import Sandbox, Tier
 
 LOOK_S = 0.02
@@ -39,6 +39,13 @@ _MISTAKES = (b"NameError", b"SyntaxError", b"ImportError", b"ModuleNotFoundError
 
 #: In a language runtime these say that there is nothing of that name to misuse.
 _LACKS = (b"ImportError", b"ModuleNotFoundError", b"AttributeError")
+
+#: Boundaries whose programs are processes of another kernel than the host's.
+OTHER_KERNEL = (Boundary.EMULATED, Boundary.USER_KERNEL, Boundary.HARDWARE)
+
+#: The least that an attack under emulation is given of what its own limits are, within the policy's.
+_EMULATED_WALL_S = 12.0
+_EMULATED_CPU_S = 6.0
 
 MakeTier = Callable[[Attack, Stage], Tier]
 
@@ -99,7 +106,11 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
         return end(Verdict.NOT_APPLICABLE, f"the tier has no {lacking[0].replace('_', ' ')}")
     if not control and (reason := dialects.unable(attack, tier.features)):
         return end(Verdict.NOT_APPLICABLE, reason)
+    if attack.watch.marked and tier.features.boundary in OTHER_KERNEL:
+        return end(Verdict.NOT_APPLICABLE, "what the attack changes is a process of another kernel than the host's")
     policy = attack.policy(base)
+    if tier.features.boundary is Boundary.EMULATED:
+        policy = _unhurried(policy, base)
     mounted = str(stage.open)
     if tier.features.mounts and "T.mounted" in attack.program:
         mounted = _MOUNTED
@@ -133,6 +144,14 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     if verdict is Verdict.HELD:  # what an attack that succeeded leaves is its success
         left += await nothing.left()
     return end(verdict, seen, tuple(dict.fromkeys(left)))
+
+
+def _unhurried(policy: Policy, base: Policy) -> Policy:
+    """At a tenth of the host's speed, an attacker's imports alone take a second: it must have the time to begin."""
+    limits = policy.limits
+    wall_s = min(base.limits.wall_s, max(limits.wall_s, _EMULATED_WALL_S))
+    cpu_s = min(base.limits.cpu_s, max(limits.cpu_s, _EMULATED_CPU_S))
+    return replace(policy, limits=replace(limits, wall_s=wall_s, cpu_s=cpu_s))
 
 
 async def _ordinary(tier: Tier, policy: Policy) -> frozenset[tuple[int, int]]:

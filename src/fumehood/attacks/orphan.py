@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from fumehood import registry
 from fumehood.attacks import procfs
+from fumehood.attacks.engine import OTHER_KERNEL
 from fumehood.attacks.model import Attack, Finding, Verdict
 from fumehood.attacks.prelude import DONE
+from fumehood.model import Boundary
 
 if TYPE_CHECKING:
     from fumehood.attacks.worker import Spec
@@ -22,11 +24,16 @@ if TYPE_CHECKING:
 #: A sandbox is dead within a second of its supervisor; twice that is the noise of a shared machine.
 DEAD_S = 2.0
 
+#: The name that the supervisor gives itself when it has heard of the program, whose own mark another kernel keeps.
+HEARD = "fh-heard"
+
 
 def face_orphan(attack: Attack, spec: Spec) -> Finding:
     """Start a worker that runs the attack's program, kill it with SIGKILL, and see who is alive ``DEAD_S`` later."""
     began = time.monotonic()
-    required = spec.tier != "none" and attack.must_hold(registry.make(spec.tier).features.boundary)
+    boundary = registry.make(spec.tier).features.boundary if spec.tier != "none" else Boundary.NONE
+    required = spec.tier != "none" and attack.must_hold(boundary)
+    mark = HEARD if boundary in OTHER_KERNEL else DONE
 
     def end(verdict: Verdict, seen: str, residue: tuple[str, ...] = ()) -> Finding:
         return Finding(attack.id, spec.tier, verdict, seen, time.monotonic() - began, required, False, residue)
@@ -37,7 +44,7 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
     )  # fmt: skip
     assert supervisor.stdin is not None
     try:
-        if not _wait_for_mark(10):
+        if not _wait_for(mark, 30 if boundary is Boundary.EMULATED else 10):
             return end(Verdict.INCONCLUSIVE, "the program was not seen to run")
         sandbox = {(p.pid, p.started) for p in procfs.descendants(supervisor.pid).values()}
         # The bystander is the stage's and outlives its supervisor: it is not of the sandbox.
@@ -59,10 +66,10 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
         supervisor.stdin.close()
 
 
-def _wait_for_mark(seconds: float) -> bool:
+def _wait_for(mark: str, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if any(p.comm == DONE for p in procfs.descendants().values()):
+        if any(p.comm == mark for p in procfs.descendants().values()):
             return True
         time.sleep(0.02)
     return False

@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fumehood import registry
 from fumehood.attacks import guard, procfs
 from fumehood.attacks.catalogue import by_id
 from fumehood.attacks.engine import face, make_control
 from fumehood.attacks.model import Attack, Finding
-from fumehood.attacks.orphan import face_orphan
-from fumehood.attacks.prelude import compose
+from fumehood.attacks.orphan import HEARD, face_orphan
+from fumehood.attacks.prelude import ARMED, compose
 from fumehood.attacks.stage import Stage, python, remove_all
 from fumehood.model import Code, Policy
 from fumehood.tier import Tier
@@ -86,9 +87,16 @@ def _only_run(attack: Attack, spec: Spec) -> None:
     """Run the program and wait to be killed. On the control without its guard, which would die with its supervisor."""
     text = compose(attack.program, {})
 
+    said = bytearray()
+
+    def hear(_stream: str, data: bytes) -> None:
+        said.extend(data[:4096])
+        if ARMED in said:
+            Path("/proc/self/comm").write_text(HEARD)
+
     async def run() -> None:
         sandbox = await registry.make(spec.tier).create(Policy())
-        await sandbox.exec(Code(text), last=True)
+        await sandbox.exec(Code(text), last=True, sink=hear)
 
     if spec.tier == "none":
         subprocess.run([python(), "-c", text], check=False)
