@@ -127,7 +127,7 @@ class WorkerGuest:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """From any thread, with :attr:`halted` set: end the running program soon."""
+        """From any thread: end the running program soon; :attr:`halted` is set, or no other program follows."""
 
     def restore(self) -> None:
         """After the end of a program whose state was lost has been told: a fresh state for the next one."""
@@ -203,7 +203,8 @@ class WorkerGuest:
         counts = {"out_bytes": output.counts["stdout"], "err_bytes": output.counts["stderr"]}
         self.stream.send({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
         if header.get("last") is True:
-            os._exit(0)  # the host kills it now; so the kernel takes it down while the host hears of the end
+            self.stop()
+            os._exit(0)  # the host kills it now; so the kernel takes all down while the host hears of the end
         if done["lost"]:
             self.restore()
 

@@ -107,8 +107,6 @@ class InterpreterGuest(WorkerGuest):
             done = self.crashed(output, error)
         except pydantic_monty.MontyError as error:
             done = failed(output, error)
-        if header.get("last") is True:
-            self.stop()  # it dies beside this process, and not after it
         return done
 
     def restore(self) -> None:
