@@ -91,19 +91,20 @@ time.sleep(0)  # what was printed is sent with the next question to the host
 """
 
 _BY_NUMBER = re.compile(r"\b(?:ctypes|libc|syscall|call)\b")
-_RUNTIMES = (Boundary.INTERPRETER, Boundary.RUNTIME)
+#: Boundaries whose programs are no processes.
+RUNTIMES = (Boundary.INTERPRETER, Boundary.RUNTIME)
 
 
 def is_runtime(features: Features) -> bool:
     """Whether the tier's programs are values of a language runtime and no processes of their own."""
-    return features.boundary in _RUNTIMES or not features.full_python
+    return features.boundary in RUNTIMES or not features.full_python
 
 
 def unable(attack: Attack, features: Features) -> str | None:
     """Why the attack says nothing about a tier with these features, or None if it does."""
     if not is_runtime(features):
         return "an attack on a language runtime: this tier's program is a process" if attack.runtimes_only else None
-    if attack.watch.marked or attack.second_when == "beside" or attack.orphan:
+    if attack.watch.marked or attack.second_when == "beside":
         return "the host looks at a process that marks itself, and a program of this tier is none"
     if _BY_NUMBER.search(attack.program + attack.second):
         return "the program makes system calls by number, and this tier has none to make"

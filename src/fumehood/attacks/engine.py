@@ -125,6 +125,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
             run = Run(attack, policy, stage, known=makers & before.processes)
             run.control = control
             run.in_runtime = dialects.is_runtime(tier.features)
+            run.full_python = tier.features.full_python
             await _attack(run, tier, stage.targets(mounted=mounted) | {"note": stage.note})
         except (FumehoodError, OSError) as error:
             return end(Verdict.INCONCLUSIVE, f"set-up failed: {type(error).__name__}: {error}")
@@ -195,7 +196,6 @@ async def _watched(
     run: Run, tier: Tier, sandbox: Sandbox, text: Code, targets: dict[str, object], *, last: bool
 ) -> None:
     run.supervisor_before_bytes = procfs.resident_bytes()
-    run.look_before()
     run.began = time.monotonic()
     task = asyncio.ensure_future(sandbox.exec(text, stdin=bytes(run.attack.stdin_bytes), sink=run.feed, last=last))
     try:
@@ -309,6 +309,11 @@ def _judge(run: Run) -> tuple[Verdict, str]:
         last = run.result.stderr_data.rstrip().rpartition(b"\n")[2]
         lacking = run.in_runtime and (last.startswith(_LACKS) or run.result.unsupported is not None)
         if last.startswith(_MISTAKES) and not lacking:
+            if run.in_runtime and not run.full_python:
+                return (
+                    Verdict.NOT_APPLICABLE,
+                    f"the program is not of the runtime's subset: {last[:100].decode('utf-8', 'replace')}",
+                )
             return Verdict.INCONCLUSIVE, f"the program failed by itself: {_tail(run)}"
     if run.attack.watch.marked and not run.done:
         killed = run.result is not None and run.result.outcome is Outcome.SIGNALED

@@ -80,7 +80,7 @@ for folder in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"), "."):
         """
 import site
 folders = [site.getusersitepackages(), *sys.path]
-for folder in folders:
+for folder in filter(None, folders):
     with trying:
         os.makedirs(folder, exist_ok=True)
         for name in ("usercustomize", "sitecustomize"):

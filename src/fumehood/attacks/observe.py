@@ -30,6 +30,7 @@ class Run:
     known: frozenset[tuple[int, int]]  # (pid, started) of what makes sandboxes, and the bystander
     control: bool = False
     in_runtime: bool = False  # the program is no process of its own: see fumehood.attacks.dialects
+    full_python: bool = True
     task: asyncio.Future[Any] | None = None  # the exec, where the host did not wait for its end
     began: float = field(default_factory=time.monotonic)
     output: bytearray = field(default_factory=bytearray)
@@ -44,7 +45,6 @@ class Run:
     memory_peak_bytes: int = 0
     cpu_by_process: dict[tuple[int, int], float] = field(default_factory=dict)
     file_bytes_peak: int = 0
-    files_before: frozenset[tuple[int, int]] = frozenset()  # what a sandbox holds open before any program, by identity
     descriptors_peak: int = 0
     comms: set[str] = field(default_factory=set)
     supervisor_before_bytes: int = field(default_factory=procfs.resident_bytes)
@@ -103,11 +103,6 @@ class Run:
         """Processes of the sandbox: below this one, and not there before."""
         return {pid: proc for pid, proc in procfs.descendants().items() if (pid, proc.started) not in self.known}
 
-    def look_before(self) -> None:
-        """What the sandbox holds open before its program runs, which is none of the program's."""
-        opened = [file for pid in self.mine() for file in procfs.open_files(pid)]
-        self.files_before = frozenset(file.identity for file in opened if file.regular)
-
     def look(self) -> None:
         """One look from outside at everything; a few milliseconds."""
         if not self.closed:
@@ -133,9 +128,8 @@ class Run:
         for pid in processes:
             files = procfs.open_files(pid)
             self.descriptors_peak = max(self.descriptors_peak, len(files))
-            held.update({f.identity: f.blocks_bytes for f in files if f.regular})
-        taken = sum(size for identity, size in held.items() if identity not in self.files_before)
-        self.file_bytes_peak = max(self.file_bytes_peak, taken)
+            held.update({f.identity: f.blocks_bytes for f in files if f.writable})
+        self.file_bytes_peak = max(self.file_bytes_peak, sum(held.values()))
 
     def marked(self, known: set[int]) -> list[Posture]:
         """Processes of a second sandbox that marked themselves."""

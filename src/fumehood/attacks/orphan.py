@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fumehood import registry
-from fumehood.attacks import procfs
+from fumehood.attacks import dialects, procfs
 from fumehood.attacks.engine import OTHER_KERNEL
 from fumehood.attacks.model import Attack, Finding, Verdict
 from fumehood.attacks.prelude import DONE
@@ -33,7 +33,7 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
     began = time.monotonic()
     boundary = registry.make(spec.tier).features.boundary if spec.tier != "none" else Boundary.NONE
     required = spec.tier != "none" and attack.must_hold(boundary)
-    mark = HEARD if boundary in OTHER_KERNEL else DONE
+    mark = HEARD if boundary in (*OTHER_KERNEL, *dialects.RUNTIMES) else DONE
 
     def end(verdict: Verdict, seen: str, residue: tuple[str, ...] = ()) -> Finding:
         return Finding(attack.id, spec.tier, verdict, seen, time.monotonic() - began, required, False, residue)

@@ -150,6 +150,7 @@ class OpenFile:
     link: str
     blocks_bytes: int = 0
     regular: bool = False
+    writable: bool = False  # told of regular files
     identity: tuple[int, int] = (0, 0)
     family: int | None = None
     socket_kind: int | None = None
@@ -170,12 +171,21 @@ def open_files(pid: int, *, families: bool = False) -> list[OpenFile]:
         except OSError:
             continue
         entry.regular = stat.S_ISREG(info.st_mode)
+        entry.writable = entry.regular and _is_writable(pid, name)
         entry.blocks_bytes = info.st_blocks * 512
         entry.identity = (info.st_dev, info.st_ino)
         if families and stat.S_ISSOCK(info.st_mode):
             entry.family, entry.socket_kind = _socket_of(pid, entry.fd)
         found.append(entry)
     return found
+
+
+def _is_writable(pid: int, fd: str) -> bool:
+    """Whether the descriptor was opened for writing, by the octal ``flags`` of proc_pid_fdinfo(5)."""
+    for line in read_text(f"/proc/{pid}/fdinfo/{fd}").splitlines():
+        if line.startswith("flags:"):
+            return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+    return False
 
 
 def _socket_of(pid: int, fd: int) -> tuple[int | None, int | None]:

@@ -415,6 +415,8 @@ def forged_exit(true_code: int) -> Watch:
         if run.result is None or run.result.exit_code is None or run.result.exit_code < 0:
             return None
         code = run.result.exit_code
+        if run.in_runtime and code == 1 and b"AttributeError: " in run.result.stderr_data:
+            return None  # the runtime has no such function, and so the program has not come to its exit
         return f"the host believes exit code {code}; it was {true_code}" if code != true_code else None
 
     return Watch(f"the exit code that the host reports (not {true_code})", judge)

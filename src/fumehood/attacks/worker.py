@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood import registry
-from fumehood.attacks import guard, procfs
+from fumehood.attacks import dialects, guard, procfs
 from fumehood.attacks.catalogue import by_id
 from fumehood.attacks.engine import face, make_control
 from fumehood.attacks.model import Attack, Finding
@@ -85,8 +85,10 @@ def make_tier(spec: Spec, attack: Attack, stage: Stage) -> Tier:
 
 def _only_run(attack: Attack, spec: Spec) -> None:
     """Run the program and wait to be killed. On the control without its guard, which would die with its supervisor."""
+    plain = spec.tier == "none"
     text = compose(attack.program, {})
-
+    if not plain:
+        text = dialects.compose(attack.program, {}, registry.make(spec.tier).features)
     said = bytearray()
 
     def hear(_stream: str, data: bytes) -> None:
@@ -98,7 +100,7 @@ def _only_run(attack: Attack, spec: Spec) -> None:
         sandbox = await registry.make(spec.tier).create(Policy())
         await sandbox.exec(Code(text), last=True, sink=hear)
 
-    if spec.tier == "none":
+    if plain:
         subprocess.run([python(), "-c", text], check=False)
     else:
         asyncio.run(run())

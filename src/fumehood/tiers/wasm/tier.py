@@ -31,9 +31,9 @@ FEATURES = Features(
 class WasmTier:
     """Tier ``wasm``.
 
-    ``fuel`` bounds each exec's WebAssembly instructions beside its CPU seconds (Outcome.CPU), and ends a
-    program at the same instruction each time; a loop that counts in Python takes some 2,000 a turn. It is at least :data:`FUEL_MIN` and needs the module
-    that counts: ``fumehood env build --wasm --fuel``. ``jailed=False`` keeps the worker out of the jail, for
+    ``fuel`` bounds each exec's WebAssembly instructions beside its CPU seconds, and ends it at the same one each time
+    (Outcome.CPU); a loop that counts in Python takes some 2,000 a turn. It is at least :data:`FUEL_MIN` and needs the
+    module that counts: ``fumehood env build --wasm --fuel``. ``jailed=False`` keeps the worker out of the jail, for
     tests of hosts that have none.
     """
 
