@@ -31,6 +31,7 @@ _PAGE = 4096
 _MASKED = (
     "/proc/asound",
     "/proc/acpi",
+    "/proc/cmdline",
     "/proc/config.gz",
     "/proc/iomem",
     "/proc/interrupts",
@@ -43,12 +44,15 @@ _MASKED = (
     "/proc/modules",
     "/proc/sched_debug",
     "/proc/scsi",
+    "/proc/sys/kernel/random/boot_id",
     "/proc/slabinfo",
     "/proc/timer_list",
     "/proc/timer_stats",
     "/proc/vmallocinfo",
     "/sys",
 )
+#: Where pseudo-terminals are made; the kernel bounds them for all of the host together (proc_sys_kernel(5), pty.max).
+_TERMINALS = "/dev/pts"
 _READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
 #: Sockets that give the host away, wherever engines put them.
@@ -149,6 +153,10 @@ class Container:
     seccomp: str  # the profile: its text for Docker, the path of a file for Podman, whose API takes nothing else
 
 
+def _masked(policy: Policy) -> list[str]:
+    return list(_MASKED) if policy.terminals else [*_MASKED, _TERMINALS]
+
+
 def docker_body(wanted: Container) -> dict[str, Any]:
     """The body of Docker's ``POST /containers/create``, which takes the name in its query."""
     limits = wanted.policy.limits
@@ -166,7 +174,7 @@ def docker_body(wanted: Container) -> dict[str, Any]:
         "Tmpfs": {path: ",".join(options) for path, options in Scratch.of(limits).mounts(wanted.user).items()},
         "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in _ulimits(limits)],
         "LogConfig": {"Type": "none"},
-        "MaskedPaths": list(_MASKED),
+        "MaskedPaths": _masked(wanted.policy),
         "ReadonlyPaths": list(_READ_ONLY),
         "Mounts": [
             {
@@ -238,7 +246,7 @@ def podman_body(wanted: Container) -> dict[str, Any]:
         "cap_drop": ["ALL"],
         "no_new_privileges": True,
         "seccomp_profile_path": wanted.seccomp,
-        "mask": list(_MASKED),
+        "mask": _masked(wanted.policy),
         "mounts": [
             *(
                 {"type": "tmpfs", "source": "tmpfs", "destination": path, "options": options}
