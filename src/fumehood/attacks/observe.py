@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Run:
     policy: Policy
     stage: Stage
     known: frozenset[tuple[int, int]]  # (pid, started) of what makes sandboxes, and the bystander
+    elsewhere: Callable[[], Iterable[int]] = tuple  # first processes that are no descendants of this one
     control: bool = False
     in_runtime: bool = False  # the program is no process of its own: see fumehood.attacks.dialects
     full_python: bool = True
@@ -100,8 +102,9 @@ class Run:
             self.output += data
 
     def mine(self) -> dict[int, Proc]:
-        """Processes of the sandbox: below this one, and not there before."""
-        return {pid: proc for pid, proc in procfs.descendants().items() if (pid, proc.started) not in self.known}
+        """Processes of the sandbox: below this one or begun by an engine for it, and not there before."""
+        there = procfs.descendants(others=self.elsewhere())
+        return {pid: proc for pid, proc in there.items() if (pid, proc.started) not in self.known}
 
     def look(self) -> None:
         """One look from outside at everything; a few milliseconds."""

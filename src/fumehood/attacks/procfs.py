@@ -72,15 +72,16 @@ def process(pid: int) -> Proc | None:
     )
 
 
-def descendants(root: int | None = None) -> dict[int, Proc]:
-    """Every process below ``root`` (by default this one), zombies included, by pid."""
+def descendants(root: int | None = None, *, others: Iterable[int] = ()) -> dict[int, Proc]:
+    """Every process below ``root`` (by default this one), zombies included, by pid; ``others`` and below them too."""
     root = os.getpid() if root is None else root
     table = [p for p in (process(int(name)) for name in os.listdir("/proc") if name.isdigit()) if p is not None]
     children: dict[int, list[Proc]] = {}
     for entry in table:
         children.setdefault(entry.ppid, []).append(entry)
-    found: dict[int, Proc] = {}
-    queue = [root]
+    wanted = set(others)
+    found = {entry.pid: entry for entry in table if entry.pid in wanted}
+    queue = [root, *wanted]
     while queue:
         for child in children.get(queue.pop(), ()):
             if child.pid not in found:

@@ -31,6 +31,7 @@ class ContainerEnclosure:
         self.ident = ident
         self.pump: Pump | None = None
         self.work_fd = -1
+        self.pid = 0  # the first process, if it is this host's
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
         self._death: asyncio.Future[None] = self._loop.create_future()
@@ -57,7 +58,7 @@ class ContainerEnclosure:
                 raise
         except OSError:
             return False
-        self._pidfd = pidfd
+        self._pidfd, self.pid = pidfd, pid
         self._loop.add_reader(pidfd, self._died)
         try:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

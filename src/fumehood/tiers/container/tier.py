@@ -82,6 +82,10 @@ class ContainerTier:
         except Exception as error:
             return Probe(False, f"{type(error).__name__}: {error}", f"see what `{self.name} info` says")
 
+    def first_processes(self) -> list[int]:
+        """The pids of the sandboxes' first processes, which are no children of this one: an engine started them."""
+        return [enclosure.pid for enclosure in self._live if enclosure.pid]
+
     async def create(self, policy: Policy) -> GuestSandbox:
         """A container, started, its receipt read back. Nothing is left of one that did not come to be.
 
