@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,14 @@ def folder() -> Path:
 def own_archive(python: str) -> bytes:
     """Our files in the guest, as an archive that follows an image's.
 
-    They are compiled where ``python``, the guest's version, is this process's: it halves the time to boot.
+    They are compiled where ``python``, the guest's version, is this process's: it halves the time to boot. Made once
+    in a process, whose own code they are to fit: it takes as long as a machine needs to start.
     """
+    return _own_archive(python, _PACKAGE)
+
+
+@lru_cache(maxsize=2)
+def _own_archive(python: str, package: Path) -> bytes:
     ours = f"{sys.version_info.major}.{sys.version_info.minor}" == python
     file = io.BytesIO()
     archive = Archive(file)
@@ -211,7 +218,7 @@ def own_archive(python: str) -> bytes:
         archive.folder(f"{_CODE_HOME}/fumehood{folder}/__pycache__")
     for name in INSIDE:
         path = f"{_CODE_HOME}/fumehood/{name}"
-        source = (_PACKAGE / name).read_bytes()
+        source = (package / name).read_bytes()
         archive.content(path, source)
         if ours:
             compiled = os.path.relpath(importlib.util.cache_from_source(f"/{path}", optimization=""), "/")

@@ -30,6 +30,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from fumehood.environments import Environment
@@ -318,6 +319,7 @@ def _archives(recipe: Recipe) -> list[bytes]:
     return parts
 
 
+@lru_cache(maxsize=1)
 def _cpu_model() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         return next((line for line in file if line.startswith("model name")), "").strip()
