@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import e2b_endpoint
 from support.needs import RunnerFactory, need_tier
-from support.not_applicable import pending_for, reason_for
+from support.not_applicable import reason_for
 
 from fumehood import registry
 from fumehood.model import Policy
@@ -102,7 +102,7 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what :mod:`support.not_applicable` names; strictly, unless it is pending: such a test must fail."""
+    """Mark what :mod:`support.not_applicable` names: such a test must fail."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         first = item.name.partition("[")[2].partition("-")[0].rstrip("]")  # a test may name its tiers itself
@@ -114,10 +114,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = reason_for(str(tier), item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
-            continue
-        pending = pending_for(str(tier), item.nodeid) if tier is not None else None
-        if pending is not None:
-            item.add_marker(pytest.mark.xfail(reason=f"pending in {tier}: {pending}", strict=False))
 
 
 def pytest_sessionfinish() -> None:

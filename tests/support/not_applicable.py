@@ -127,15 +127,3 @@ def reason_for(tier: str, test: str) -> str | None:
         if any(part in test for part in parts):
             return reason
     return None
-
-
-#: Tier -> what is still to be mended -> parts of test ids. These may fail or pass: they are pending, not departures.
-PENDING: dict[str, dict[str, tuple[str, ...]]] = {}
-
-
-def pending_for(tier: str, test_id: str) -> str | None:
-    """What is pending in ``tier`` that this test needs, or None."""
-    for reason, parts in PENDING.get(tier, {}).items():
-        if any(part in test_id for part in parts):
-            return reason
-    return None
