@@ -94,7 +94,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     control = isinstance(tier, ControlTier)
     finding = Finding(
         attack.id, tier.name, Verdict.INCONCLUSIVE, "", 0.0,
-        required=attack.must_hold(tier.features.boundary),
+        required=attack.must_hold(tier.name, tier.features.boundary),
         best_effort=not control and attack.limit is not None and attack.limit not in tier.probe().hard,
     )  # fmt: skip
 

@@ -278,7 +278,7 @@ for pid in [os.getppid(), os.getpid()]:
         file.write("777")
 hold()
 """,
-        watch.oom_score("777"), proves=("landlock",),
+        watch.oom_score("777"), only="jail", proves=("landlock",),
     ),
     Attack(
         "C18", _G, "personality: memory that is readable becomes executable",

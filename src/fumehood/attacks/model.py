@@ -51,6 +51,9 @@ class Attack:
     watch: Watch
     source: str = "catalogue"  # where it comes from: a CVE, a paper, a project's own test
     holds_from: Boundary = Boundary.KERNEL  # this boundary and every stronger one must hold it
+    #: The one tier that is required to hold it: it states that tier's own way to hold something. Another tier reaches
+    #: the aim in another way, or its documentation says that it does not; what it does here is reported as it is.
+    only: str = ""
     proves: tuple[str, ...] = ()  # controls of the jail without which it must succeed
     needs: tuple[str, ...] = ()  # host properties, see fumehood.attacks.needs
     features: tuple[str, ...] = ()  # of fumehood.tier.Features
@@ -71,9 +74,14 @@ class Attack:
     runtimes_only: bool = False  # on a language runtime: a tier whose programs are processes does not face it
     orphan: bool = False  # the supervisor itself is killed in mid-run
 
-    def must_hold(self, boundary: Boundary) -> bool:
-        """Whether a tier of ``boundary`` is required to hold this attack."""
-        return boundary.meets(self.holds_from)
+    def must_hold(self, tier: str, boundary: Boundary) -> bool:
+        """Whether the tier of that name and ``boundary`` is required to hold this attack."""
+        return self.only in ("", tier) and boundary.meets(self.holds_from)
+
+    @property
+    def required_of(self) -> str:
+        """Who must hold it, for people."""
+        return f"{self.holds_from.value}, only {self.only}" if self.only else self.holds_from.value
 
     def policy(self, base: Policy) -> Policy:
         """``base`` with this attack's limits, of which each is the stricter of the two."""

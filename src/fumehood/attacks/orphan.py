@@ -32,7 +32,7 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
     """Start a worker that runs the attack's program, kill it with SIGKILL, and see who is alive ``DEAD_S`` later."""
     began = time.monotonic()
     boundary = registry.make(spec.tier).features.boundary if spec.tier != "none" else Boundary.NONE
-    required = spec.tier != "none" and attack.must_hold(boundary)
+    required = spec.tier != "none" and attack.must_hold(spec.tier, boundary)
     mark = HEARD if boundary in (*OTHER_KERNEL, *dialects.RUNTIMES) else DONE
 
     def end(verdict: Verdict, seen: str, residue: tuple[str, ...] = ()) -> Finding:

@@ -103,7 +103,7 @@ def attack_dict(attack: Attack) -> dict[str, Any]:
         "title": attack.title,
         "source": attack.source,
         "sees": attack.watch.sees,
-        "holds_from": attack.holds_from.value,
+        "holds_from": attack.required_of,
         "proves": list(attack.proves),
         "needs": list(attack.needs),
     }
@@ -159,9 +159,7 @@ def markdown_catalogue(attacks: tuple[Attack, ...]) -> str:
         "|---|---|---|---|---|",
     ]
     for attack in attacks:
-        lines.append(
-            f"| {attack.id} | {attack.title} | {attack.source} | {attack.watch.sees} | `{attack.holds_from.value}` |"
-        )
+        lines.append(f"| {attack.id} | {attack.title} | {attack.source} | {attack.watch.sees} | {attack.required_of} |")
     return "\n".join(lines).replace("\\", "\\\\")
 
 
@@ -245,7 +243,7 @@ def _attack_html(attack: Attack) -> str:
     second = f"<p>Second program, {e(attack.second_when)} the first:</p><pre>{e(attack.second.strip())}</pre>"
     return (
         f"<details><summary>{e(attack.id)} {e(attack.title)}</summary><p>Source: {e(attack.source)}. "
-        f"The host watches {e(attack.watch.sees)}. Must be held from <code>{e(attack.holds_from.value)}</code>.</p>"
+        f"The host watches {e(attack.watch.sees)}. Must be held from <code>{e(attack.required_of)}</code>.</p>"
         f"<pre>{e(attack.program.strip())}</pre>{second if attack.second else ''}</details>"
     )
 

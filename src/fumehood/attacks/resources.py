@@ -198,7 +198,7 @@ with trying:
         keep.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
 hold()
 """,
-        watch.terminals_over(100), "kernel.pty.max in proc_sys_kernel(5)", proves=("terminals",), pty=True,
+        watch.terminals_over(100), "kernel.pty.max in proc_sys_kernel(5)", only="jail", proves=("terminals",), pty=True,
     ),
     Attack(
         "A20", _G, "one file of 50 MB",

@@ -136,6 +136,7 @@ Written by `fumehood verify --docs docs`; `fumehood verify --show ID` prints one
 An attack is a short program and a witness on the host: a canary that only the host knows, the log of a service, a scan
 of /proc, a file's hash. It counts only if it succeeds on the control, the same program with nothing around it. "Must be
 held from" is the weakest boundary that is required to hold it; what a weaker one does with it is reported as it is.
+"Only" names the one tier that is required to, because the attack states that tier's own way to hold something.
 
 ## On your own machine
 
