@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 #: A sandbox is dead within a second of its supervisor; twice that is the noise of a shared machine.
 DEAD_S = 2.0
 
-#: The name that the supervisor gives itself when it has heard of the program, whose own mark another kernel keeps.
+#: The name that the supervisor gives itself when it has heard of the program, whose own mark another kernel keeps, and
+#: behind it the pid of a first process that is no descendant of the supervisor.
 HEARD = "fh-heard"
 
 
@@ -44,9 +45,11 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
     )  # fmt: skip
     assert supervisor.stdin is not None
     try:
-        if not _wait_for(mark, 30 if boundary is Boundary.EMULATED else 10):
+        seen = _wait_for((mark, HEARD), 30 if boundary is Boundary.EMULATED else 10)
+        if not seen:
             return end(Verdict.INCONCLUSIVE, "the program was not seen to run")
-        sandbox = {(p.pid, p.started) for p in procfs.descendants(supervisor.pid).values()}
+        others = [int(seen.removeprefix(HEARD))] if seen.removeprefix(HEARD).isdigit() else []
+        sandbox = {(p.pid, p.started) for p in procfs.descendants(supervisor.pid, others=others).values()}
         # The bystander is the stage's and outlives its supervisor: it is not of the sandbox.
         sandbox = {key for key in sandbox if procfs.process(key[0]) and not _is_bystander(key[0])}
         os.kill(supervisor.pid, signal.SIGKILL)
@@ -66,13 +69,16 @@ def face_orphan(attack: Attack, spec: Spec) -> Finding:
         supervisor.stdin.close()
 
 
-def _wait_for(mark: str, seconds: float) -> bool:
+def _wait_for(marks: tuple[str, str], seconds: float) -> str:
+    """The first name among our descendants that is the one mark, or begins with the other; "" if there is none."""
+    one, other = marks
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if any(p.comm == mark for p in procfs.descendants().values()):
-            return True
+        for p in procfs.descendants().values():
+            if p.comm == one or p.comm.startswith(other):
+                return p.comm
         time.sleep(0.02)
-    return False
+    return ""
 
 
 def _is_bystander(pid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -13,8 +14,18 @@ from fumehood.errors import UnavailableError
 from fumehood.folders import remove_tree
 from fumehood.images.engine import Engine, Word, answers, socket_paths
 
-#: A service of ours ends by itself when nobody has called it for this long, so none outlives a supervisor that died.
+#: A service of ours ends by itself when nobody has called it for this long.
 IDLE_S = 60
+#: Runs the command in its arguments until that ends, or until its standard input does, with the supervisor's death.
+#: The parent-death signal would not do: it goes off when the thread ends that started the child (prctl(2)).
+_LIFELINE = """
+exec 3<&0 </dev/null
+"$@" 3<&- &
+service=$!
+{ read -r word <&3; kill "$service"; } 2>/dev/null &
+wait "$service"
+kill $! 2>/dev/null
+"""
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _LOOK_S = 0.02
@@ -38,11 +49,13 @@ class Service:
         """Idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()
             try:
                 process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             with contextlib.suppress(OSError):
                 remove_tree(self._folder)
@@ -85,12 +98,13 @@ def _start_podman() -> Service:
     base = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="fumehood-podman-", dir=base if len(base) <= _BASE_MAX else "/tmp")
     path = f"{folder}/podman.sock"
+    serve = (program, "--log-level=error", "system", "service", f"--time={IDLE_S}", f"unix://{path}")
     log = open(f"{folder}/log", "w+b")  # noqa: SIM115 - read below, closed with the service's start
     with log:
         try:
             process = subprocess.Popen(
-                [program, "--log-level=error", "system", "service", f"--time={IDLE_S}", f"unix://{path}"],
-                stdin=subprocess.DEVNULL,
+                ["/bin/sh", "-c", _LIFELINE, "sh", *serve],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 cwd="/",
