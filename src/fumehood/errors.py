@@ -84,8 +84,18 @@ class QuotaError(FumehoodError):
     help.
     """
 
-    def __init__(self, message: str, *, quota: str = "", retry_after_s: float | None = None) -> None:
-        super().__init__(message, remedy=f"try again in {retry_after_s:.0f} s" if retry_after_s is not None else None)
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str | None = None,
+        remedy: str | None = None,
+        quota: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        if remedy is None and retry_after_s is not None:
+            remedy = f"try again in {retry_after_s:.0f} s"
+        super().__init__(message, tier=tier, remedy=remedy)
         self.quota = quota
         self.retry_after_s = retry_after_s
 

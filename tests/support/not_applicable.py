@@ -115,7 +115,6 @@ DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "the SDK keeps its connections, and needs more descriptors than the test leaves": (
             "test_a_run_that_is_cancelled_at_any_point",
-            "test_a_supervisor_under_a_low_limit",
         ),
     },
 }

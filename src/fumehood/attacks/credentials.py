@@ -140,8 +140,9 @@ hold()
         second="""
 base = os.path.dirname(os.getcwd())
 for folder in {"/tmp", "/dev/shm", "/var/tmp", "/work", base} - {"/"}:
-    for path in glob.glob(folder + "/**/note-" + T.token, recursive=True):
-        leak(path)
+    for between in ("/", "/*/", "/*/*/"):
+        for path in glob.glob(folder + between + "note-" + T.token):
+            leak(path)
 for pid in others():
     leak("/proc/%d/cwd/note-%s" % (pid, T.token))
 """,

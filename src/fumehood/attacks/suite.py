@@ -1,4 +1,4 @@
-"""Runs attacks on tiers: the control first, then each tier, two workers at a time where they do not disturb.
+"""Runs attacks on tiers: the control first, then each tier, several workers at a time where they do not disturb.
 
 Killing the suite kills every worker: each holds the read end of a pipe whose write end is here.
 """
@@ -23,7 +23,8 @@ from fumehood.attacks.stage import ENV_NAME, new_canary
 from fumehood.attacks.worker import WORKER_S, Spec
 
 CONTROL = "none"
-AT_ONCE = 2
+#: Workers at a time for each processor. Most of an attack is waiting, but for tiers that start an engine or a machine.
+AT_ONCE = {CONTROL: 2, "jail": 2, "subprocess": 2}
 
 Progress = Callable[[Finding, int, int], None]
 
@@ -82,8 +83,10 @@ class Suite:
         together = [s for s in specs if not attacks[s.attack].alone]
         alone = [s for s in specs if attacks[s.attack].alone]
         findings: dict[Spec, Finding] = {}
-        for group, at_once in ((together, AT_ONCE), (alone, 1)):
-            self._some(group, at_once, findings, len(specs))
+        cores = len(os.sched_getaffinity(0))
+        at_once = cores * min((AT_ONCE.get(spec.tier, 1) for spec in specs), default=1)
+        for group, count in ((together, at_once), (alone, 1)):
+            self._some(group, count, findings, len(specs))
         return findings
 
     def _some(self, specs: Iterable[Spec], at_once: int, findings: dict[Spec, Finding], total: int) -> None:
