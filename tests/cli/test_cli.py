@@ -520,3 +520,13 @@ def test_closed_standard_descriptors_are_not_taken_by_others(tmp_path: Path) -> 
     command = f'exec "{sys.executable}" "{FAKES}" run -c hello --out "{tmp_path}" <&- >&-'
     ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (0, b"warned\n")
+
+
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_a_report_that_cannot_be_written_is_told_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "make", lambda *_: pytest.fail("the work has begun"))
+    for path in (tmp_path / "absent" / "r.html", tmp_path):
+        assert cli.main([command, "--tier", "jail", "--html", str(path)]) == ExitCode.REQUEST
+        assert str(path) in capsys.readouterr().err

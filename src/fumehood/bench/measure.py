@@ -47,9 +47,9 @@ class Effort:
     """How long to measure."""
 
     rounds: int = 200  # of each latency
-    budget_s: float = 40.0  # a slow tier ends a latency sooner, but not before ``rounds_min``
+    budget_s: float = 12.0  # a slow tier ends a latency sooner, but not before ``rounds_min``
     rounds_min: int = 8
-    windows: int = 6  # of each throughput
+    windows: int = 4  # of each throughput
     window_s: float = 1.0
     open_s: float = 12.0  # of each open loop
     rates: tuple[int, ...] = (20, 50, 200)  # arrivals a second

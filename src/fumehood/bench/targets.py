@@ -80,7 +80,8 @@ def judge(figures: TierFigures) -> list[Verdict]:
         "ms",
         FIRST_BYTE_MS,
         True,
-        lambda f: _of(f.first_byte, "p50_ms"),
+        # From the start on, where the guest's clock is another, it is not what is promised.
+        lambda f: _of(f.first_byte, "p50_ms") if f.first_byte_from == "printed" else None,
     )
     targets = (*(JAIL if figures.tier == "jail" else ()), first_byte)
     return [Verdict(target, target.read(figures)) for target in targets]

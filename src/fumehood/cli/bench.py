@@ -15,7 +15,7 @@ from fumehood.bench import machine, report
 from fumehood.bench.figures import Report, TierFigures
 from fumehood.bench.measure import FULL, QUICK, Bench, Effort
 from fumehood.bench.targets import judge
-from fumehood.cli.output import print_json
+from fumehood.cli.output import check_reports, print_json
 from fumehood.cli.terminal import escape
 from fumehood.errors import FumehoodError, PolicyError, UnavailableError
 
@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure; 0, or 1 with ``--check`` if a promise was missed. Raises PolicyError, UnavailableError."""
+    check_reports(args.json, args.html)
     for name in args.tier or ():
         registry.make(name)
     if args.preload and not args.environment:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fumehood.cli.terminal import TerminalFilter, escape
+from fumehood.errors import PolicyError
 from fumehood.tier import Stream
 
 _FD: dict[Stream, int] = {"stdout": 1, "stderr": 2}
@@ -25,6 +26,21 @@ def say(text: str) -> None:
 def print_json(value: dict[str, Any]) -> None:
     """The one JSON object of a command with ``--json``, in ASCII, so that no terminal obeys what it quotes."""
     print(json.dumps(value))
+
+
+def check_reports(*paths: str | os.PathLike[str] | None) -> None:
+    """See that files for reports can be written, before the work they report on. "-" and None are no files.
+
+    Raises PolicyError.
+    """
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        folder = os.path.dirname(os.fspath(path)) or "."
+        if not os.path.isdir(folder):
+            raise PolicyError(f"cannot write {os.fspath(path)}: there is no folder {folder}")
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise PolicyError(f"cannot write {os.fspath(path)}")
 
 
 def bytes_in_words(size: int) -> str:

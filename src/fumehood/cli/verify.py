@@ -12,7 +12,7 @@ from fumehood.attacks import mutation, report
 from fumehood.attacks.catalogue import ATTACKS, GROUPS, by_id
 from fumehood.attacks.model import Attack, Finding
 from fumehood.attacks.suite import Suite, verify
-from fumehood.cli.output import print_json, say
+from fumehood.cli.output import check_reports, print_json, say
 from fumehood.cli.terminal import escape
 from fumehood.errors import PolicyError
 
@@ -45,6 +45,7 @@ def main(args: argparse.Namespace) -> int:
     if args.show:
         print(escape(_shown(_known(args.show))))
         return 0
+    check_reports(args.json, args.html, args.junit, args.docs and args.docs / "verify.json")
     if args.mutate:
         return _mutate(args)
     tiers = args.tier or list(registry.names())
