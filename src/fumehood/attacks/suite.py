@@ -1,6 +1,7 @@
 """Runs attacks on tiers: the control first, then each tier, several workers at a time where they do not disturb.
 
-Killing the suite kills every worker: each holds the read end of a pipe whose write end is here.
+Killing the suite kills every worker: each holds the read end of a pipe whose write end is here. All workers of a suite
+are forks of one process (:mod:`fumehood.attacks.nursery`), so the canary in the environment is one for all of them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from fumehood import __version__, registry
 from fumehood.attacks import host
 from fumehood.attacks.model import Attack, Finding, Verdict
+from fumehood.attacks.nursery import Nursery
 from fumehood.attacks.stage import ENV_NAME, new_canary
 from fumehood.attacks.worker import WORKER_S, Spec
 
@@ -67,16 +67,23 @@ class Suite:
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
-        self._workers: set[subprocess.Popen[bytes]] = set()
+        self._lifelines: set[int] = set()  # write ends of the workers' standard inputs
+        self._lock = threading.Lock()
+        self._nursery: Nursery | None = None
         self.supervisors: list[int] = []  # process ids of all workers so far
 
     def __enter__(self) -> Suite:
+        self._nursery = Nursery({**os.environ, ENV_NAME: new_canary("env")})
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in list(self._workers):
-            if worker.stdin is not None:
-                worker.stdin.close()  # the lifeline
+        with self._lock:
+            for lifeline in self._lifelines:
+                os.close(lifeline)
+            self._lifelines.clear()
+            if self._nursery is not None:
+                self._nursery.close()
+                self._nursery = None
 
     def run(self, specs: Sequence[Spec], attacks: dict[str, Attack]) -> dict[Spec, Finding]:
         """The finding of each spec; those that need the machine to themselves come last."""
@@ -109,42 +116,48 @@ class Suite:
     def _one(self, spec: Spec) -> Finding:
         began = time.monotonic()
         text = json.dumps({"attack": spec.attack, "tier": spec.tier, "disabled": list(spec.disabled)})
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "fumehood.attacks.worker", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, ENV_NAME: new_canary("env")},
-        )  # fmt: skip
-        self._workers.add(worker)
-        self.supervisors.append(worker.pid)
-        try:
-            out, err = _communicate(worker)
-        finally:
-            self._workers.discard(worker)
+        out, err = self._hear(text)
         try:
             return Finding.from_dict(json.loads(out.splitlines()[-1]))
         except (ValueError, IndexError, TypeError, KeyError):
-            why = err.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {worker.returncode}"]
+            why = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             return Finding(
                 spec.attack, spec.tier, Verdict.INCONCLUSIVE, f"the worker failed: {why[0]}", time.monotonic() - began
             )
 
+    def _hear(self, spec: str) -> tuple[bytes, bytes]:
+        """Both streams of a worker; its stdin stays open until then, since its end means that the suite is gone."""
+        stdin, lifeline = os.pipe()
+        ends = [os.pipe(), os.pipe()]
+        with self._lock:
+            self._lifelines.add(lifeline)
+            assert self._nursery is not None
+            self.supervisors.append(self._nursery.worker(spec, (stdin, ends[0][1], ends[1][1])))
+        for fd in (stdin, ends[0][1], ends[1][1]):
+            os.close(fd)
+        timer = threading.Timer(WORKER_S, self._let_go, (lifeline,))
+        timer.start()
+        err: list[bytes] = []
+        reader = threading.Thread(target=lambda: err.append(_read_all(ends[1][0])), daemon=True)
+        reader.start()
+        try:
+            out = _read_all(ends[0][0])
+            reader.join(5)
+        finally:
+            timer.cancel()
+            self._let_go(lifeline)
+        return out, b"".join(err)
 
-def _communicate(worker: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Both streams of a worker; its stdin stays open until then, since its end means that the suite is gone."""
-    assert worker.stdin and worker.stdout and worker.stderr
-    timer = threading.Timer(WORKER_S, worker.stdin.close)
-    timer.start()
-    err: list[bytes] = []
-    reader = threading.Thread(target=lambda: err.append(worker.stderr.read()), daemon=True)  # type: ignore[union-attr]
-    reader.start()
-    try:
-        out = worker.stdout.read()
-        worker.wait()
-        reader.join(5)
-    finally:
-        timer.cancel()
-        for stream in (worker.stdin, worker.stdout, worker.stderr):
-            stream.close()
-    return out, b"".join(err)
+    def _let_go(self, lifeline: int) -> None:
+        with self._lock:
+            if lifeline in self._lifelines:
+                self._lifelines.discard(lifeline)
+                os.close(lifeline)
+
+
+def _read_all(fd: int) -> bytes:
+    with open(fd, "rb") as stream:
+        return stream.read()
 
 
 def leftovers(supervisors: Iterable[int]) -> list[str]:

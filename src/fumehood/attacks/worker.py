@@ -42,9 +42,9 @@ class Spec:
     inner: bool = False  # the supervisor that attack G6 kills
 
 
-def main() -> int:
-    """Carry out the attack of the spec in argv and print the finding."""
-    told = json.loads(sys.argv[1])
+def main(text: str) -> int:
+    """Carry out the attack of the spec, JSON, and print the finding."""
+    told = json.loads(text)
     spec = Spec(told["attack"], told["tier"], tuple(told["disabled"]), told.get("inner", False))
     procfs.become_subreaper()
     threading.Thread(target=_lifeline, daemon=True).start()
@@ -119,4 +119,4 @@ def _lifeline() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
