@@ -123,6 +123,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
                 await _ordinary(tier, policy)
             before = await Residue.settled(stage)
             run = Run(attack, policy, stage, known=makers & before.processes)
+            run.own_kernel = tier.features.boundary in OTHER_KERNEL
             run.elsewhere = getattr(tier, "first_processes", tuple)
             run.control = control
             run.in_runtime = dialects.is_runtime(tier.features)

@@ -47,6 +47,7 @@ class Run:
     memory_peak_bytes: int = 0
     cpu_by_process: dict[tuple[int, int], float] = field(default_factory=dict)
     file_bytes_peak: int = 0
+    own_kernel: bool = False  # the program's kernel is not this host's
     descriptors_peak: int = 0
     comms: set[str] = field(default_factory=set)
     supervisor_before_bytes: int = field(default_factory=procfs.resident_bytes)
@@ -131,8 +132,12 @@ class Run:
         for pid in processes:
             files = procfs.open_files(pid)
             self.descriptors_peak = max(self.descriptors_peak, len(files))
-            held.update({f.identity: f.blocks_bytes for f in files if f.writable})
+            held.update({f.identity: f.blocks_bytes for f in files if f.writable and not self._is_memory(f)})
         self.file_bytes_peak = max(self.file_bytes_peak, sum(held.values()))
+
+    def _is_memory(self, file: procfs.OpenFile) -> bool:
+        """Whether it is the memory of the sandbox's own kernel, which its monitor holds as a file."""
+        return self.own_kernel and file.link.startswith("/memfd:")
 
     def marked(self, known: set[int]) -> list[Posture]:
         """Processes of a second sandbox that marked themselves."""

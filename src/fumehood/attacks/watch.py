@@ -17,7 +17,7 @@ from pathlib import Path
 from fumehood.attacks import host
 from fumehood.attacks.model import Watch
 from fumehood.attacks.observe import Run, self_namespaces
-from fumehood.attacks.procfs import Posture, namespaces, open_files, process
+from fumehood.attacks.procfs import OpenFile, Posture, namespaces, open_files, process
 from fumehood.attacks.procfs import status as process_status
 
 MiB = 1 << 20
@@ -870,9 +870,13 @@ def shares_descriptor() -> Watch:
     """A process of the sandbox holds a descriptor that a process outside, besides the supervisor, holds too."""
 
     def check(run: Run, seen: Posture) -> str | None:
-        outside = {f.identity: pid for pid, _ in run.known for f in open_files(pid) if not f.link.startswith("/dev/")}
+        def telling(pid: int) -> Iterable[OpenFile]:
+            # All files without an inode of their own (eventfd, epoll) have one identity on the whole host.
+            return (f for f in open_files(pid) if not f.link.startswith(("/dev/", "anon_inode:")))
+
+        outside = {f.identity: pid for pid, _ in run.known for f in telling(pid)}
         for pid in _inside(run, seen):
-            for entry in open_files(pid):
+            for entry in telling(pid):
                 if entry.identity in outside:
                     return f"process {pid} holds {entry.link}, as process {outside[entry.identity]} outside does"
         return None
