@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asked import ALL, labelled, need
+from asked import labelled
 from containers_proxy import Proxy
 
 from fumehood import AsyncRunner, Mount, Policy, Runner
@@ -20,20 +20,6 @@ from fumehood.errors import OutcomeUnknownError, PolicyError, StartError, Unavai
 from fumehood.images.engine import Word, socket_paths
 from fumehood.images.service import reach
 from fumehood.tiers.container.tier import ContainerTier, DockerTier, PodmanTier
-
-
-@pytest.fixture(params=ALL)
-def container_tier(request: pytest.FixtureRequest) -> str:
-    """docker, podman and gvisor in turn."""
-    return need(request.param)
-
-
-@pytest.fixture(params=("docker", "podman"))
-def engine_tier(request: pytest.FixtureRequest) -> Word:
-    """The two engines in turn."""
-    need(request.param)
-    word: Word = request.param
-    return word
 
 
 @pytest.fixture

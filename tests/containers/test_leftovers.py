@@ -12,19 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from asked import ALL, labelled, need
+from asked import labelled
 
 from fumehood import Runner
 from fumehood.images.engine import Word
 from fumehood.linux import process
 from fumehood.tiers.container import owners
-
-
-@pytest.fixture(params=ALL)
-def container_tier(request: pytest.FixtureRequest) -> str:
-    """docker, podman and gvisor in turn."""
-    return need(request.param)
-
 
 _SUPERVISOR = """
 import sys

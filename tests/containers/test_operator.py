@@ -8,27 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asked import ALL, labelled, need
+from asked import labelled
 
 from fumehood import Boundary, Mount, Policy, Runner, environments, policy_file, registry
 from fumehood.cli import main
 from fumehood.errors import UnavailableError, UnsupportedError
 from fumehood.images.engine import Word
 from fumehood.pool import Pool
-
-
-@pytest.fixture(params=ALL)
-def container_tier(request: pytest.FixtureRequest) -> str:
-    """docker, podman and gvisor in turn."""
-    return need(request.param)
-
-
-@pytest.fixture(params=("docker", "podman"))
-def engine_tier(request: pytest.FixtureRequest) -> Word:
-    """The two engines in turn."""
-    need(request.param)
-    word: Word = request.param
-    return word
 
 
 @pytest.fixture(scope="module")

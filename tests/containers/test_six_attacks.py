@@ -10,15 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from asked import ALL, need
 
 from fumehood import Limits, MiB, Outcome, Policy, Runner
-
-
-@pytest.fixture(params=ALL)
-def container_tier(request: pytest.FixtureRequest) -> str:
-    """docker, podman and gvisor in turn."""
-    return need(request.param)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ itself, has one thread, and starts no tier, so that every worker begins as a fre
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import traceback
 
 from fumehood import registry
 from fumehood.attacks import worker
+from fumehood.attacks.stage import ENV_NAME, new_canary
 
 _SPEC_MAX = 1 << 16
 _STREAMS = 3
@@ -72,6 +74,7 @@ def _become_worker(spec: str, fds: list[int]) -> None:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
         os.closerange(_STREAMS, max(fds) + 1)
+        _renew_canary()
         code = worker.main(spec)
     except BaseException:
         traceback.print_exc()
@@ -81,13 +84,21 @@ def _become_worker(spec: str, fds: list[int]) -> None:
         os._exit(code)
 
 
+def _renew_canary() -> None:
+    """A canary of this worker's own, also where others read it: /proc/PID/environ shows the memory that exec filled."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    fresh = new_canary("env")
+    assert len(fresh) == len(os.environ[ENV_NAME])
+    ctypes.memmove(getenv(ENV_NAME.encode()), fresh.encode(), len(fresh))
+    os.environ[ENV_NAME] = fresh
+
+
 def main() -> None:
     """Import, then serve."""
     for name in registry.names():
-        try:
-            importlib.import_module(type(registry.make(name)).__module__)
-        except ImportError:
-            continue  # the worker that needs it tells
+        with contextlib.suppress(ImportError):  # the worker that needs it tells
+            registry.make(name)
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

@@ -1,7 +1,7 @@
 """Runs attacks on tiers: the control first, then each tier, several workers at a time where they do not disturb.
 
 Killing the suite kills every worker: each holds the read end of a pipe whose write end is here. All workers of a suite
-are forks of one process (:mod:`fumehood.attacks.nursery`), so the canary in the environment is one for all of them.
+are forks of one process (:mod:`fumehood.attacks.nursery`).
 """
 
 from __future__ import annotations
@@ -132,9 +132,11 @@ class Suite:
         with self._lock:
             self._lifelines.add(lifeline)
             assert self._nursery is not None
-            self.supervisors.append(self._nursery.worker(spec, (stdin, ends[0][1], ends[1][1])))
-        for fd in (stdin, ends[0][1], ends[1][1]):
-            os.close(fd)
+            try:
+                self.supervisors.append(self._nursery.worker(spec, (stdin, ends[0][1], ends[1][1])))
+            finally:
+                for fd in (stdin, ends[0][1], ends[1][1]):
+                    os.close(fd)
         timer = threading.Timer(WORKER_S, self._let_go, (lifeline,))
         timer.start()
         err: list[bytes] = []
