@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of times, in milliseconds, and as ratios to the median of the plain processes measured among them."""
+    """Quantiles of times, in milliseconds, and as ratios to the median of what was measured among them."""
 
     count: int
     p50_ms: float
@@ -43,6 +43,11 @@ class TierFigures:
     plain: Spread | None = None  # the plain process itself, whose p50 is 1
     cold: Spread | None = None  # run(): create, exec, close
     warm: Spread | None = None  # the same from a full pool, callers that pause
+    command: Spread | None = None  # the plain command of a container tier, as ratio to the plain process
+    command_title: str = ""  # and what it is
+    cold_to_command: Spread | None = None  # the cold run again, as ratio to that command, measured in turn with it
+    warm_to_command: Spread | None = None
+    jail: dict[str, Spread] = field(default_factory=dict)  # beside a tier with a command: the jail, cold and warm
     open_loop: dict[str, Spread] = field(default_factory=dict)  # by arrivals a second, warm; from the arrival's time
     cold_starts: dict[str, float] = field(default_factory=dict)  # the share of those that found no warm one
     throughput: dict[str, float] = field(default_factory=dict)  # by callers: runs a second

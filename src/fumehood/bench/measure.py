@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fumehood import registry
 from fumehood.bench import memory, plain, processor
+from fumehood.bench.command import PlainCommand, plain_command
 from fumehood.bench.figures import Spread, TierFigures
 from fumehood.environments import packages_of
-from fumehood.errors import UnsupportedError
+from fumehood.errors import UnavailableError, UnsupportedError
 from fumehood.model import Limits, Policy, Result
 from fumehood.pool import Pool
 from fumehood.runner import AsyncRunner
@@ -33,6 +36,9 @@ PRINT_ONLY = "print(1)"
 
 KILL_WALL_S = 0.25
 _SETTLE_S = 0.03  # in which a tier is done with what it does after a run
+#: The same for a container's engine, whose work after a run and after a plain command is more.
+_SETTLE_COMPARED_S = 0.2
+_BUDGET_COMPARED = 3  # of a latency that takes turns with a command, which is as slow as what it is compared with
 _WARM = 4
 _OPEN_LOOP_WARM = 16
 _MEMORY_WARM = 8
@@ -115,27 +121,29 @@ class Bench:
 
     async def cold(self) -> None:
         """From the call to its result, in a sandbox that is made for it; and what all of it costs the processor."""
-        async with self._runner() as runner:
+        async with self._runner() as runner, self._beside() as beside:
             await _good(runner)
-            plain_s, times = await self._rounds(lambda: _good(runner))
+            plain_s, times = await self._rounds(lambda: _good(runner), beside=beside)
             self.figures.cold = Spread.of(times, plain_s)
+            self.figures.cold_to_command = self._compare("cold", beside, plain_s, times)
             await self._processor("cold", lambda: _good(runner))
 
     async def warm(self) -> None:
         """The same from a full pool, by a caller who pauses between two calls."""
-        async with self._runner(warm=_WARM) as runner:
+        async with self._runner(warm=_WARM) as runner, self._beside(_WARM) as beside:
 
             async def prepare() -> None:
                 await runner.fill()
                 await asyncio.sleep(0.01)
 
-            plain_s, times = await self._rounds(lambda: _good(runner), prepare)
+            plain_s, times = await self._rounds(lambda: _good(runner), prepare, beside)
             pool = runner.tier
             assert isinstance(pool, Pool)
             if pool.metrics().cold > len(times) // 10:
                 self.figures.skipped["warm"] = "its sandboxes could not be made beforehand"
                 return
             self.figures.warm = Spread.of(times, plain_s)
+            self.figures.warm_to_command = self._compare("warm", beside, plain_s, times)
 
             async def filled() -> None:
                 await runner.fill()
@@ -143,17 +151,50 @@ class Bench:
 
             await self._processor("warm, its preparation included", filled)
 
+    @contextlib.asynccontextmanager
+    async def _beside(self, warm: int = 0) -> AsyncIterator[_Beside]:
+        """The plain command of a tier that has one, and the jail, to take turns with it."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                command = await stack.enter_async_context(plain_command(self.make()))
+            except UnavailableError as error:
+                self.figures.skipped["the plain command"] = error.message
+                command = None
+            jail = None
+            if command is not None and registry.make("jail").probe().available:
+                jail = await stack.enter_async_context(AsyncRunner(tier="jail", warm=warm))
+            yield _Beside(command, jail)
+
+    def _compare(self, name: str, beside: _Beside, plain_s: list[float], times: list[float]) -> Spread | None:
+        if beside.jail_s:
+            self.figures.jail[name] = Spread.of(beside.jail_s, plain_s)
+        if beside.command is None:
+            return None
+        title, note = beside.command.title, beside.command.note
+        self.figures.command_title = f"{title} ({note})" if note else title
+        self.figures.command = Spread.of(beside.command_s, plain_s)
+        return Spread.of(times, beside.command_s)
+
     async def _rounds(
-        self, once: Callable[[], object], prepare: Callable[[], object] | None = None
+        self,
+        once: Callable[[], object],
+        prepare: Callable[[], object] | None = None,
+        beside: _Beside | None = None,
     ) -> tuple[list[float], list[float]]:
         plain_s: list[float] = []
         times: list[float] = []
         began = time.perf_counter()
         effort = self.effort
-        while len(times) < effort.rounds_min or (
-            len(times) < effort.rounds and time.perf_counter() - began < effort.budget_s
-        ):
+        compared = beside is not None and beside.command is not None
+        budget_s = effort.budget_s * (_BUDGET_COMPARED if compared else 1)
+        while len(times) < effort.rounds_min or (len(times) < effort.rounds and time.perf_counter() - began < budget_s):
+            if compared:
+                if prepare is not None:
+                    await prepare()  # type: ignore[misc]
+                await asyncio.sleep(_SETTLE_COMPARED_S)
             await self._plain_once(plain_s)
+            if beside is not None:
+                await beside.once()
             if prepare is not None:
                 await prepare()  # type: ignore[misc]
             started = time.perf_counter()
@@ -284,6 +325,29 @@ class Bench:
             "plain_p50_ms": round(statistics.median(plain_s) * 1e3, 1),
             "warm_bytes": found[0] if found else None,
         }
+
+
+class _Beside:
+    """What takes turns with a container tier, each after a pause: its plain command, and the jail."""
+
+    def __init__(self, command: PlainCommand | None, jail: AsyncRunner | None) -> None:
+        self.command = command
+        self.jail = jail
+        self.command_s: list[float] = []
+        self.jail_s: list[float] = []
+
+    async def once(self) -> None:
+        """A round of both."""
+        if self.jail is not None:
+            await self.jail.fill()
+            await asyncio.sleep(_SETTLE_S)
+            began = time.perf_counter()
+            await _good(self.jail)
+            self.jail_s.append(time.perf_counter() - began)
+        if self.command is not None:
+            await asyncio.sleep(_SETTLE_COMPARED_S)
+            self.command_s.append(await in_thread(self.command.once))
+            await asyncio.sleep(_SETTLE_COMPARED_S)
 
 
 async def _good(runner: AsyncRunner, program: str = PROGRAM) -> Result:

@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 def text(report: Report) -> str:
-    """For a terminal: a block for each tier, with what the jail promises beside it."""
+    """For a terminal: a block for each tier, with what the tier promises beside it."""
     lines = [f"{name}: {value}" for name, value in report.machine.items()]
     lines.append(
         "times are ratios to `python3 -I -c pass` as a process, measured in turn with it; 1.00 is that process"
@@ -35,7 +35,9 @@ def text(report: Report) -> str:
 
 
 def _spreads(figures: TierFigures) -> list[tuple[str, str, str, str, str]]:
-    named = [("plain process", figures.plain), ("cold", figures.cold), ("warm", figures.warm)]
+    named = [("plain process", figures.plain), (figures.command_title, figures.command)]
+    named += [(f"the jail beside it, {name}", spread) for name, spread in figures.jail.items()]
+    named += [("cold", figures.cold), ("warm", figures.warm)]
     named += [(f"warm, {rate} a second", spread) for rate, spread in figures.open_loop.items()]
     named.append((f"first byte after {figures.first_byte_from}", figures.first_byte))
     named.append(("deadline to all dead", figures.kill))
@@ -62,6 +64,10 @@ def _facts(figures: TierFigures) -> list[tuple[str, str]]:
         )
         for callers, ratio in figures.throughput_ratio.items()
     ]
+    for name, spread in (("cold", figures.cold_to_command), ("warm", figures.warm_to_command)):
+        if spread is not None:
+            told = f"p50 {spread.p50:.3f}, p90 {spread.p90:.3f}, p99 {spread.p99:.3f}"
+            facts.append((f"{name} as ratio to `{figures.command_title}`", told))
     facts += [(f"processor time, {name}", f"{ratio:.2f} x plain") for name, ratio in figures.cpu.items()]
     facts += [(f"no warm one left at {rate} a second", f"{share:.1%}") for rate, share in figures.cold_starts.items()]
     if figures.warm_bytes is not None:

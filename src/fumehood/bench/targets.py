@@ -1,4 +1,4 @@
-"""What the jail promises of its speed, as numbers that a report is held against."""
+"""What the tiers promise of their speed, as numbers that a report is held against."""
 
 from __future__ import annotations
 
@@ -69,12 +69,19 @@ JAIL = (
     ),
 )
 
+#: The tiers that somebody could replace by a command of an engine's or of runsc's.
+CONTAINERS = ("docker", "podman", "gvisor")
+TO_COMMAND = (
+    Target("cold, against the plain command, median", "x", 1.1, True, lambda f: _of(f.cold_to_command, "p50")),
+    Target("warm, against the plain command, median", "x", 0.2, True, lambda f: _of(f.warm_to_command, "p50")),
+)
+
 #: For every tier with the guest: a program's output is with its caller this soon, in milliseconds.
 FIRST_BYTE_MS = 50.0
 
 
 def judge(figures: TierFigures) -> list[Verdict]:
-    """The jail's promises against what was measured; of other tiers only the first byte."""
+    """The tier's promises against what was measured: of those that are not jails or containers only the first byte."""
     first_byte = Target(
         "first byte after it was printed, median",
         "ms",
@@ -83,5 +90,6 @@ def judge(figures: TierFigures) -> list[Verdict]:
         # From the start on, where the guest's clock is another, it is not what is promised.
         lambda f: _of(f.first_byte, "p50_ms") if f.first_byte_from == "printed" else None,
     )
-    targets = (*(JAIL if figures.tier == "jail" else ()), first_byte)
+    own = JAIL if figures.tier == "jail" else TO_COMMAND if figures.tier in CONTAINERS else ()
+    targets = (*own, first_byte)
     return [Verdict(target, target.read(figures)) for target in targets]

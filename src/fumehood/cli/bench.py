@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the figures as JSON (default: on stdout)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page with a plot")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the jail does not keep what it promises")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a tier does not keep what it promises")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -8,12 +8,23 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fumehood.tiers.container import payload, profile
+from fumehood.model import Limits
+from fumehood.tiers.container import payload, profile, spec
 from fumehood.tiers.container.spec import ENV, HOSTNAME, SHM, TMP, WORK
 
 #: Folders of the scratch and where they are seen; the work folder first.
 FOLDERS = {"work": WORK, "tmp": TMP, "shm": SHM}
-UID = 1000
+_UID = 1000
+
+
+def guest_uid() -> int:
+    """An ordinary user can map no id but its own, which runsc makes 0; it has no capabilities inside either way."""
+    return _UID if os.geteuid() == 0 else 0
+
+
+def rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:
+    """Limits of each process inside, where processes are counted by user."""
+    return spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
 
 
 def _seccomp() -> dict[str, Any]:

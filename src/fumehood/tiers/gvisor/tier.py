@@ -202,7 +202,7 @@ async def _create(
     hard = tree.hard if tree is not None else ()
     binds, version = _binds(policy, image)
     limits = policy.limits
-    rlimits = spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
+    rlimits = bundle.rlimits(limits, hard)
     folder = leftovers.make()
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None
@@ -267,7 +267,7 @@ def _plan(
     os.mkdir(scratch)
     os.mkdir(f"{folder}/state")
     root = os.geteuid() == 0
-    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, _guest_uid())
+    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, bundle.guest_uid())
     Path(folder, "config.json").write_text(json.dumps(text))
     ident = f"fumehood-{secrets.token_hex(8)}"
     return {
@@ -275,7 +275,7 @@ def _plan(
         "folder": folder,
         "scratch": scratch,
         "folders": list(bundle.FOLDERS),
-        "uid": _guest_uid(),
+        "uid": bundle.guest_uid(),
         "disk_bytes": limits.disk_bytes,
         "files": limits.files + len(bundle.FOLDERS) + 1,
         "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
@@ -284,11 +284,6 @@ def _plan(
             "HOME": folder,
         },  # no TMPDIR: the Sentry, as nobody, must reach it,
     }
-
-
-def _guest_uid() -> int:
-    """An ordinary user can map no id but its own, which runsc makes 0; it has no capabilities inside either way."""
-    return bundle.UID if os.geteuid() == 0 else 0
 
 
 def _launch(plan: dict[str, Any], channel: socket.socket, stderr: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -399,7 +394,7 @@ def _receipt(
     reading.take("network", True, "none", "runsc --network=none, in an empty network namespace")
     reading.take("seccomp", True, "our allow-list", "runsc --oci-seccomp: the Sentry filters the guest")
     reading.take("capabilities", True, "none", "runsc: the guest's sets are empty")
-    reading.take("uid", True, _guest_uid(), "inside; outside, the user who started it or fewer rights")
+    reading.take("uid", True, bundle.guest_uid(), "inside; outside, the user who started it or fewer rights")
     reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
