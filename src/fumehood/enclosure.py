@@ -11,7 +11,7 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from fumehood.errors import StartError
 from fumehood.linux import cgroup, process
@@ -164,8 +164,12 @@ class PidfdEnclosure:
             self._bury(self._group)
 
 
-async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> None:
+async def handshake(
+    channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str, entries: Sequence[int] = ()
+) -> None:
     """Let a sandbox's waiting first process go on, until it has sealed itself and serves frames on ``channel``.
+
+    By ``entries`` it moves itself into its cgroup, see :meth:`fumehood.linux.cgroup.Cgroup.entries`.
 
     It answers with one byte: SEALED, with the descriptor of its work folder beside it if it has one, which the
     enclosure keeps; or FAILED, followed by the reason as text to the end of the stream. The answer is written before
@@ -173,7 +177,8 @@ async def handshake(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: 
     """
     channel.setblocking(False)
     try:
-        channel.send(GO)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", entries))] if entries else []
+        channel.sendmsg([GO], rights)
         async with asyncio.timeout(_SEAL_TIMEOUT_S):
             answer = await _receive(channel, 1, enclosure)
             if answer == FAILED:

@@ -17,7 +17,8 @@ from support import posture
 from support.needs import need_tier
 from support.posture import Mount
 
-from fumehood.errors import UnsupportedError
+from fumehood.errors import StartError, UnsupportedError
+from fumehood.linux.cgroup import Cgroup
 from fumehood.model import Held, Limits, MiB, Policy
 from fumehood.runner import Runner
 from fumehood.tiers.jail.tier import JailTier
@@ -323,6 +324,14 @@ def test_the_receipt_says_what_is_so(scene: Scene) -> None:
     assert [name for name, how in held.items() if how is Held.OFF] == []
     best_effort = {name for name, how in held.items() if how is Held.BEST_EFFORT}
     assert best_effort == (set() if scene.cgroups else {"memory", "pids", "cpu", "cpu_time"})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user has no cgroup v1 here")
+def test_a_sandbox_outside_of_its_cgroup_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cgroup, "entries", lambda self: [])
+    monkeypatch.setattr(Cgroup, "add", lambda self, pid: None)
+    with Runner(tier=JailTier()) as runner, pytest.raises(StartError, match="not in its cgroup"):
+        runner.run("print(1)")
 
 
 def test_without_cgroups_a_hard_limit_is_refused_before_anything_starts() -> None:

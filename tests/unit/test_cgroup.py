@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ def tree() -> Iterator[cgroup.Hierarchy]:
 
 
 @contextlib.contextmanager
-def program(code: str) -> Iterator[subprocess.Popen[bytes]]:
+def program(code: str, pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """A child that waits for a line on its standard input, so that it can be put into a group before it acts."""
     argv = [sys.executable, "-I", "-S", "-c", f"import os, sys, time\nsys.stdin.readline()\n{code}"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=pass_fds) as child:
         try:
             yield child
         finally:
@@ -93,6 +93,24 @@ def test_v1_beyond_the_memory_limit_a_process_is_killed_and_counted(tree: cgroup
     peak = group.memory_peak_bytes()
     assert peak is not None and 16 * MiB < peak <= 32 * MiB
     assert not group.populated() and group.remove()
+
+
+def test_v1_a_process_moves_itself_in_and_that_can_be_seen(tree: cgroup.Hierarchy) -> None:
+    group = limited(tree)
+    entries = group.entries()
+    code = f"for fd in {entries}: os.write(fd, {cgroup.ENTER!r})\nprint('in', flush=True)\ntime.sleep(600)"
+    with program(code, pass_fds=entries) as child:
+        for fd in entries:
+            os.close(fd)
+        assert child.stdin and child.stdout
+        assert not group.holds(child.pid)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"in\n"
+        assert group.holds(child.pid) and group.populated()
+        assert group.kill(within_s=30) and group.remove(within_s=30)
+    with pytest.raises((ProcessLookupError, FileNotFoundError)):
+        group.holds(child.pid)
 
 
 def test_v1_a_fork_beyond_the_pids_limit_fails_and_is_counted(tree: cgroup.Hierarchy) -> None:

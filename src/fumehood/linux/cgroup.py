@@ -41,6 +41,9 @@ _QUOTA_US_MIN = 1000  # the kernel refuses less (min_cfs_quota_period)
 _PIDFDS_AT_ONCE = 64
 _ROUNDS = 8  # attempts against a race with a process that starts or a supervisor that ends
 
+#: What a process writes to the descriptors of :meth:`Cgroup.entries`: 0 stands for the writer.
+ENTER = b"0"
+
 _serial = itertools.count()
 
 
@@ -284,6 +287,32 @@ class Cgroup:
         """
         for branch in self._tree._branches:
             _put(branch.fd, f"{self.name}/cgroup.procs", pid)
+
+    def entries(self) -> list[int]:
+        """Descriptors by which a process of one thread moves itself in: it writes ``ENTER`` to each. Empty on v2.
+
+        A thread that moves itself alone needs no lock on its thread group, so that nothing waits for a grace period
+        (cgroup_procs_write_start() in kernel/cgroup/cgroup.c, since Linux 5.6), as it may in :meth:`add`. Who may do
+        so is judged by who opened the file. The caller closes them. Raises OSError.
+        """
+        opened: list[int] = []
+        try:
+            if self._tree.version == 1:
+                for branch in self._tree._branches:
+                    opened.append(os.open(f"{self.name}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=branch.fd))
+        except OSError:
+            for fd in opened:
+                os.close(fd)
+            raise
+        return opened
+
+    def holds(self, pid: int) -> bool:
+        """Whether the process is in the group, in every tree. Raises ProcessLookupError or FileNotFoundError."""
+        with open(f"/proc/{pid}/cgroup", "rb", buffering=0) as stream:
+            found = _membership(stream.readall())
+        place = f"/{FOLDER}/{self._tree.owner}/{self.name}"
+        controllers = [""] if self._tree.version == 2 else [c for b in self._tree._branches for c in b.controllers]
+        return all(found.get(controller, "").endswith(place) for controller in controllers)
 
     def fd(self) -> int | None:
         """A descriptor for clone3 with CLONE_INTO_CGROUP, owned by the group and closed by ``remove``; None on v1."""

@@ -162,8 +162,8 @@ class JailTier:
             seat.enclosure.poll_memory(policy.limits.memory_bytes)
         return seat.end, seat.enclosure, seat.receipt
 
-    async def _make_seat(self, key: Key, policy: Policy, warm: bool, *, patient: bool = False) -> _Seat:
-        """A sandbox, sealed, in its cgroup, its receipt read. ``patient`` makes way for what runs meanwhile."""
+    async def _make_seat(self, key: Key, policy: Policy, warm: bool) -> _Seat:
+        """A sandbox, sealed, in its cgroup, its receipt read."""
         limits = policy.limits
         zygote = await self._zygote(key)
         tree = await self._tree()
@@ -190,11 +190,9 @@ class JailTier:
             spawned = await request.answer()
             enclosure = self._enclose(zygote, spawned, group)
             self._live += 1
-            if warm or patient:  # a thread waits for the kernel's grace period; this loop serves others meanwhile
-                await in_thread(_enter, spawned.pid, group, limits, hard)
-            else:
-                _enter(spawned.pid, group, limits, hard)
-            await handshake(ours, enclosure, tier=self.name)
+            if "cpu" not in hard:
+                _bind_to_cpus(spawned.pid, limits)
+            await self._seal(ours, enclosure, spawned.pid, group)
             receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
             ours.setblocking(False)
             return _Seat(ours, enclosure, receipt, zygote, hard)
@@ -206,6 +204,20 @@ class JailTier:
             else:
                 await asyncio.shield(enclosure.discard())
             raise
+
+    async def _seal(self, end: socket.socket, enclosure: PidfdEnclosure, pid: int, group: Cgroup | None) -> None:
+        """Have the waiting process enter its cgroup, before it does anything else, and put itself under the rest."""
+        if group is None:
+            await handshake(end, enclosure, tier=self.name)
+            return
+        entries = group.entries()
+        try:
+            if not entries:  # a thread, since it may wait for a grace period of the kernel's, and others wait for us
+                await in_thread(group.add, pid)
+            await handshake(end, enclosure, tier=self.name, entries=entries)
+        finally:
+            for fd in entries:
+                os.close(fd)
 
     def _enclose(self, zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
         return PidfdEnclosure(
@@ -252,7 +264,7 @@ class JailTier:
     async def _make_ahead(self, kind: Kind, policy: Policy, *, idle: bool) -> None:
         """One sandbox for later. On an idle machine it goes through a run beforehand: that costs only what is spare."""
         try:
-            seat = await self._make_seat(kind[0], policy, idle, patient=True)
+            seat = await self._make_seat(kind[0], policy, idle)
         except (FumehoodError, OSError):
             return  # the next run makes its own and reports
         finally:
@@ -290,6 +302,8 @@ class JailTier:
         group: Cgroup | None,
         hard: tuple[str, ...],
     ) -> Receipt:
+        if group is not None and not group.holds(spawned.pid):
+            raise StartError("not held as asked: the sandbox is not in its cgroup", tier="jail")
         return posture.read_back(
             spawned.pid,
             host_uid=spawned.host_uid,
@@ -387,14 +401,11 @@ async def _removed(group: Cgroup) -> None:
     await in_thread(group.remove)
 
 
-def _enter(pid: int, group: Cgroup | None, limits: Limits, hard: tuple[str, ...]) -> None:
-    """Put the waiting process where its limits are, before it does anything."""
-    if group is not None:
-        group.add(pid)
-    if "cpu" not in hard:
-        ours = sorted(os.sched_getaffinity(0))
-        count = min(len(ours), max(1, math.ceil(limits.cpus)))
-        os.sched_setaffinity(pid, random.sample(ours, count))
+def _bind_to_cpus(pid: int, limits: Limits) -> None:
+    """Where no cgroup holds the share of the processors, let the waiting process have as many as it may use."""
+    ours = sorted(os.sched_getaffinity(0))
+    count = min(len(ours), max(1, math.ceil(limits.cpus)))
+    os.sched_setaffinity(pid, random.sample(ours, count))
 
 
 def _key(policy: Policy) -> Key:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 CONTROL_FD = 3
 _MESSAGE_MAX = 1 << 18
 GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
+ENTER = b"0"  # as in fumehood.linux.cgroup
+_ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
 _PRELOAD_BYTES = 64 << 20
 _NETWORKS_MAX = 64  # empty network namespaces kept for the next sandboxes
 #: What ordinary programs import first; in every sandbox for the price of a copy-on-write page.
@@ -161,13 +163,17 @@ def become_sandbox(box: Box, channel: int) -> None:
     """In the child: wait for the word, seal, answer, serve. Never returns."""
     try:
         os.dup2(channel, CHANNEL_FD, inheritable=False)
-        if os.read(CHANNEL_FD, 1) == GO:
+        end = socket.socket(fileno=CHANNEL_FD)
+        word, entries, _, _ = end.recvmsg(1, _ENTRIES_SPACE)
+        if word == GO:
             try:
+                enter(entries)
                 seal(box)
             except Exception as error:
-                os.write(CHANNEL_FD, FAILED + f"{type(error).__name__}: {error}".encode())
+                end.send(FAILED + f"{type(error).__name__}: {error}".encode())
                 return
-            answer(box.work_fd)
+            answer(end, box.work_fd)
+            end.detach()
             if box.touch:
                 agent.serve(CHANNEL_FD, CHANNEL_FD, WORK, touch=True)
             box.serve(CHANNEL_FD, CHANNEL_FD, WORK)
@@ -175,13 +181,23 @@ def become_sandbox(box: Box, channel: int) -> None:
         os._exit(1)
 
 
-def answer(work_fd: int) -> None:
+def enter(entries: list[tuple[int, int, bytes]]) -> None:
+    """Move this process into the cgroup whose files came along; see Cgroup.entries(). The descriptors stay open until
+    the sandbox closes all that are not its own. Raises OSError."""
+    for _, _, given in entries:
+        for fd in array.array("i", given):
+            try:
+                os.write(fd, ENTER)
+            except OSError as error:
+                raise OSError(error.errno, f"enter the cgroup: {error.strerror}") from None
+
+
+def answer(end: socket.socket, work_fd: int) -> None:
     """Say that this process is sealed, and hand over its work folder."""
     if work_fd < 0:
-        os.write(CHANNEL_FD, SEALED)
+        end.send(SEALED)
         return
-    with socket.socket(fileno=os.dup(CHANNEL_FD)) as end:
-        end.sendmsg([SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, work_fd.to_bytes(4, sys.byteorder))])
+    end.sendmsg([SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, work_fd.to_bytes(4, sys.byteorder))])
     os.close(work_fd)
 
 
