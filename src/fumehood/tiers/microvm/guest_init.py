@@ -27,7 +27,6 @@ of the first name of a file that has several; the others carry no content.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import errno
 import fcntl
@@ -36,7 +35,6 @@ import glob
 import importlib
 import json
 import os
-import random
 import resource
 import select
 import signal
@@ -69,6 +67,7 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUTS,
     clone3,
 )
+from fumehood.tiers.microvm import guest_agent
 from fumehood.tiers.microvm.guest_files import export, put, say
 
 CODE_HOME = "/opt/fumehood"
@@ -96,7 +95,6 @@ LIMITS, ADOPT = b"L", b"A"
 ENTROPY_HEAD = struct.pack("ii", 8 * 48, 48)  # struct rand_pool_info of <linux/random.h>
 _READY = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
 READY = agent.FRAME.pack(len(_READY), 0) + _READY
-SPENT = b'{"op":"spent","memory_peak_bytes":%d,"oom_kills":%d}\n'
 _GRACE_MS = 2000  # how long the machine stays for its files once the agent has ended by itself
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
@@ -206,17 +204,6 @@ def write(path: str, text: str) -> None:
 # --- the agent, in its own namespaces --------------------------------------------------------------------------------
 
 
-class GuestAgent(agent.Agent):
-    """The agent, that lets the host know what memory was used before it tells of an end."""
-
-    spent: tuple[int, int, int]  # the control port, memory.peak and memory.events
-
-    def finish(self, now: agent.Exec, status: int, dead: bool = False) -> None:
-        if not self.rehearsing:
-            report_spent(*self.spent, status)
-        super().finish(now, status, dead)
-
-
 class Service:
     """The agent's process, and the two ports that it and init use."""
 
@@ -322,10 +309,8 @@ def become_agent(port: int, control: int, tell: int) -> NoReturn:
     seccomp.load(seccomp.allow_list())
     seccomp.load(seccomp.seal())
     os.chdir(WORK)
-    reseed_on_first_program()
-    compile_tools()
-    GuestAgent.spent = (control, spent[0], spent[1])
-    agent.Agent = GuestAgent  # type: ignore[misc]
+    guest_agent.GuestAgent.spent = (control, spent[0], spent[1])
+    guest_agent.install()
     os.write(tell, b"s")
     os.close(tell)
     agent.serve(port, port, WORK, touch=True)
@@ -358,50 +343,6 @@ def lay_out_files() -> None:
     mount("tmpfs", "/sys", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, "size=4k,mode=555")
     for path in ("/dev", "/"):
         mount(None, path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID)
-
-
-def reseed_on_first_program() -> None:
-    """Have the waiting interpreter seed its generators anew when the first program comes: it was cloned with them."""
-    receive = agent._receive
-    pending = [True]
-
-    def receive_and_reseed(private: socket.socket) -> Any:
-        request = receive(private)
-        if pending[0] and request[0] != agent.REHEARSAL_NUMBER:
-            pending[0] = False
-            random.seed()
-            numpy_random = sys.modules.get("numpy.random")
-            if numpy_random is not None:
-                numpy_random.seed()
-        return request
-
-    agent._receive = receive_and_reseed
-
-
-def compile_tools() -> None:
-    """Compile the tools of displays before the snapshot: emulated, it takes longer than most programs."""
-    with open(f"{CODE_HOME}/fumehood/guest/displays.py", "rb") as file:
-        known = file.read()
-    code = compile(known, "<fumehood>", "exec", 0, True)
-    load = agent.load_tools
-
-    def load_tools(text: bytes) -> dict[str, Any]:
-        if text != known:
-            return load(text)
-        tools: dict[str, Any] = {"__name__": "fumehood.guest.displays", "__builtins__": builtins}
-        exec(code, tools)
-        return tools
-
-    agent.load_tools = load_tools
-
-
-def report_spent(control: int, peak: int, events: int, status: int) -> None:
-    """Tell the host the peak of memory and, if the program was killed, how many the kernel killed for memory."""
-    kills = 0
-    if status == -signal.SIGKILL:
-        found = [line for line in os.pread(events, 4096, 0).split(b"\n") if line.startswith(b"oom_kill ")]
-        kills = int(found[0].split()[1]) if found else 0
-    put(control, SPENT % (int(os.pread(peak, 64, 0)), kills))
 
 
 # --- the control port ------------------------------------------------------------------------------------------------
@@ -468,13 +409,12 @@ def become_sandbox(service: Service) -> None:
             time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
             continue
         kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
-        if kind == ADOPT:
-            time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
-            fcntl.ioctl(device, _RNDADDENTROPY, ENTROPY_HEAD + entropy)
-            fcntl.ioctl(device, _RNDRESEEDCRNG)
-            if fresh:
-                service.end()
-                service.start(fresh=True)
+        time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)  # LIMITS too, so that ADOPT goes a way that was gone once
+        fcntl.ioctl(device, _RNDADDENTROPY, bytearray(ENTROPY_HEAD + entropy))  # what is mutable it takes at once
+        fcntl.ioctl(device, _RNDRESEEDCRNG)
+        if fresh:
+            service.end()
+            service.start(fresh=True)
         if size:
             while len(message) < BECOME.size + size:
                 message += os.read(service.control, LINE_MAX)

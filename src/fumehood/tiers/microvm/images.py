@@ -68,6 +68,8 @@ INSIDE = (
     "linux/syscalls.py",
     "tiers/__init__.py",
     "tiers/microvm/__init__.py",
+    "tiers/microvm/direct.py",
+    "tiers/microvm/guest_agent.py",
     "tiers/microvm/guest_files.py",
     "tiers/microvm/guest_init.py",
 )

@@ -16,21 +16,23 @@ from pathlib import Path
 
 from fumehood.enclosure import PidfdEnclosure
 from fumehood.errors import StartError
+from fumehood.execs import Run
 from fumehood.folders import remove_tree
-from fumehood.model import Artifact, KiB, Limits, Policy, Receipt
+from fumehood.model import Artifact, Code, KiB, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.tier import JailTier
-from fumehood.tiers.microvm import qemu
+from fumehood.tiers.microvm import direct, qemu
 from fumehood.tiers.microvm.control import Control
 from fumehood.tiers.microvm.export import receive_folder
 from fumehood.tiers.microvm.qemu import Monitor, Shape
-from fumehood.wire import Channel
+from fumehood.wire import BODY_MAX, Channel
 
 #: Where the machine's root stands in the zygote's.
 _ROOT = "/opt/machine"
 _EXPORT_TIMEOUT_S = 30.0
+_ENVIRONMENT = b"".join(f"{name}={value}\0".encode() for name, value in direct.ENVIRONMENT.items())
 
 #: CPU time that QEMU may use beside the program: starting, and sending the work folder. The exact limit is the
 #: supervisor's; this is in the rlimit behind it.
@@ -228,6 +230,33 @@ class MachineSandbox(GuestSandbox):
     ) -> None:
         super().__init__(channel, enclosure, policy, receipt, env=env)
         self._machine = enclosure
+        self._given = False  # a program that was not rehearsed
+        #: While it is set, programs are single runs although the sandbox goes on: each has an interpreter of its own.
+        self.rehearsing = False
+
+    async def _hand_over(self, run: Run, background: bool = False) -> None:
+        """Send the program: the shortest way if it is the sandbox's only one and wants nothing more."""
+        body = None if background or self._given else self._direct(run)
+        if body is None:
+            self._given = True
+            await super()._hand_over(run, background)
+        else:
+            self._given = not self.rehearsing
+            self._channel.post({}, body)
+
+    def _direct(self, run: Run) -> bytes | None:
+        """The frame of a single run, or None if it is none."""
+        program = run.program
+        if not isinstance(program, Code) or not (run.last or self.rehearsing):
+            return None
+        if run.displays is not None or run.stdin.wanted or program.context:
+            return None
+        name = program.name[:255].replace("\0", "?").encode("utf-8", "replace")
+        env = b"" if self._env == _ENVIRONMENT else self._env
+        stop = self._policy.overflow == "stop"
+        head = direct.HEAD.pack(run.ident, run.output.budget, stop, len(name), len(env))
+        body = b"".join((head, name, env, program.data))
+        return body if len(body) <= BODY_MAX else None
 
     @property
     def monitor_pid(self) -> int:

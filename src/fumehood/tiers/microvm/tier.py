@@ -14,13 +14,12 @@ from fumehood.model import Boundary, Code, Policy
 from fumehood.session import GuestSandbox
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail.tier import JailTier
-from fumehood.tiers.microvm import accelerator, images, machine, posture, qemu, template
+from fumehood.tiers.microvm import accelerator, direct, images, machine, posture, qemu, template
 from fumehood.tiers.microvm.images import Image
 from fumehood.tiers.microvm.machine import MachineEnclosure, MachineSandbox
 from fumehood.tiers.microvm.template import Recipe, Template
 from fumehood.wire import Channel
 
-ENV = {"PATH": "/opt/env/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 #: What a warm sandbox has run: programs that leave no name behind. The emulator translates code when it first runs.
 REHEARSALS = (
     "print(sum(i * i for i in range(10)), f'{3.5:.2f}', {'a': [1]})",
@@ -143,7 +142,7 @@ class MicrovmTier:
                 receipt = posture.receipt(await started.control.line(), policy, made, started.receipt)
             enclosure = MachineEnclosure(started, policy)
             fd = started.agent.detach()
-            sandbox = MachineSandbox(Channel(fd, fd), enclosure, policy, receipt, env=ENV)
+            sandbox = MachineSandbox(Channel(fd, fd), enclosure, policy, receipt, env=direct.ENVIRONMENT)
             await sandbox.ready(READY_TIMEOUT_S)
             return sandbox
         except BaseException as error:

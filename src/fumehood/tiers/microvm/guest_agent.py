@@ -1,0 +1,344 @@
+"""The agent of a machine: the one of every tier, and a shorter way for single runs beside its general one.
+
+Runs inside the guest only, before the snapshot and after it. What a single run is, and why its way is short, says
+:mod:`fumehood.tiers.microvm.direct`. Short means few different paths of code, in Python, C and the kernel: pollers that
+are made before the snapshot, one read for a frame, no exception on the way, and no wait for the interpreter's exit.
+
+Who trusts whom is as in the agent, but for one thing. In its general way the interpreter of a last exec closes the
+private socket, and from there only waitpid speaks of it. Here the socket stays open, so that the interpreter tells its
+exit code when it has finalized, as it does in a live sandbox: what a program gains by saying it in its place is what
+``os._exit()`` gains. A program that closes the socket, or writes anything else, is waited for instead.
+"""
+
+from __future__ import annotations
+
+# The C calls behind ``signal``, whose enum wrappers are more code to translate.
+import _signal  # type: ignore[import-not-found]
+import builtins
+import fcntl
+import linecache
+import os
+import random
+import resource
+import select
+import socket
+import sys
+import time
+
+from fumehood.guest import agent
+from fumehood.tiers.microvm.direct import ENVIRONMENT, HEAD
+from fumehood.tiers.microvm.guest_files import put
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+SPENT_HEAD = b'{"op":"spent","memory_peak_bytes":'
+SPENT_MIDDLE = b',"oom_kills":'
+SPENT_END = b"}\n"
+
+#: On the private socket, before each request: the length of a direct one that follows, or zero and a general one.
+_LENGTH_BYTES = 4
+_GENERAL = bytes(_LENGTH_BYTES)
+_EMPTY_HEADER_BYTES = 2  # of "{}"
+_DIRECT_NUMBER = 1
+_DIRECT_DONE = agent.DONE.pack(b"fh", _DIRECT_NUMBER, 0)[:-1]
+
+#: Where the private socket stands in the interpreter: out of the way of programs that close or use low numbers.
+_GIVEN_FD = 3
+_PRIVATE_FD = 900
+_PRIVATE_ROOM = 4  # below the limit on open files
+
+
+class GuestAgent(agent.Agent):
+    """The agent, with the short way, that lets the host know what memory was used before it tells of an end."""
+
+    spent: tuple[int, int, int]  # the control port, memory.peak and memory.events
+
+    def __init__(self, read_fd: int, write_fd: int, workdir: str, touch: bool) -> None:
+        super().__init__(read_fd, write_fd, workdir, touch)
+        self.handlers[""] = self.on_direct
+        header = {"id": 0, "kind": "code", "output_bytes": 0, "env_bytes": 0, "size": 0}
+        self.direct = agent.Exec(header)  # all single runs, one after the other
+        self.dry = False  # its pipes have been drained
+        self.polled: agent.Process | None = None  # whose descriptors the two pollers hold
+        self.idle = self.running = select.poll()
+
+    def rehearse(self) -> None:
+        super().rehearse()
+        self.rehearsing = True
+        head = HEAD.pack(0, 1 << 20, False, len("<rehearsal>"), 0)
+        self.on_direct({}, head + b"<rehearsal>" + agent.REHEARSAL)
+        while self.exec is not None:
+            self.turn()
+        self.rehearsing = False
+        if self.interpreter is not None:
+            self.interpreter.close_stdin()
+            self.watch(self.interpreter)
+
+    def watch(self, process: agent.Process) -> None:
+        """Have the pollers hold this interpreter's descriptors."""
+        if self.polled is process or process.sock is None:
+            return
+        self.polled, self.idle, self.running = process, select.poll(), select.poll()
+        for fd in (process.out, process.err):
+            self.running.register(fd, select.POLLIN)
+        for poller in (self.idle, self.running):
+            for fd in (self.read_fd, self.wake, process.sock.fileno()):
+                poller.register(fd, select.POLLIN)
+
+    def turn(self) -> bool:
+        """One turn of the loop. The general one serves whatever is out of the ordinary: it looks for itself again."""
+        now, process = self.exec, self.interpreter
+        if process is None or process is not self.polled or process.sock is None:
+            return super().turn()
+        if self.inbox or self.outbox or self.background or self.zombies_left or process.unsent:
+            return super().turn()
+        if now is None:
+            for fd, events in self.idle.poll():
+                if fd != self.read_fd or events != select.POLLIN:
+                    return super().turn()
+            return self.read_direct()
+        if now is not self.direct or process.out < 0 or process.err < 0:
+            return super().turn()
+        for fd, events in self.running.poll():
+            if events != select.POLLIN:
+                return super().turn()
+            if fd == process.out:
+                self.forward(now, 0)
+            elif fd == process.err:
+                self.forward(now, 1)
+            elif fd not in (self.read_fd, self.wake):
+                self.hear(process)
+            else:
+                return super().turn()
+        return True
+
+    def read_direct(self) -> bool:
+        """Take a frame: a direct one that is there as a whole, or else leave what was read to the general way."""
+        head = os.read(self.read_fd, agent.FRAME.size + _EMPTY_HEADER_BYTES)
+        if len(head) == agent.FRAME.size + _EMPTY_HEADER_BYTES:
+            header_bytes, body_bytes = agent.FRAME.unpack_from(head)
+            if header_bytes == _EMPTY_HEADER_BYTES and body_bytes <= agent.BODY_MAX:
+                body = b""
+                try:
+                    body = os.read(self.read_fd, body_bytes)
+                except BlockingIOError:
+                    pass
+                if len(body) == body_bytes:
+                    self.on_direct({}, body)
+                    return True
+                head += body
+        self.inbox += head
+        return len(head) > 0
+
+    def on_direct(self, header: dict[str, Any], body: bytes) -> None:
+        """Hand a single run over to the interpreter."""
+        if self.exec is not None or self.background:
+            raise agent.ProtocolError("a single run beside another program")
+        now = self.direct
+        now.ident, now.budget, now.stop, _, _ = HEAD.unpack_from(body)
+        now.counts = [0, 0]
+        now.overflowed = False
+        self.exec = now
+        process = self.interpreter
+        if process is None:
+            try:
+                process = self.interpreter = self.fork_interpreter()
+            except OSError as error:
+                self.exec = None
+                message = {"op": "failed", "id": now.ident, "error": error.errno, "message": str(error)}
+                self.send(agent._dumps(message))
+                return
+        now.process = process
+        if not self.rehearsing:
+            process.close_stdin()
+        process.requests = _DIRECT_NUMBER
+        self.watch(process)
+        assert process.sock is not None
+        data = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        sent = 0
+        try:
+            sent = process.sock.send(data)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # it is dead or dying, and waitpid will tell
+        if sent < len(data):
+            process.unsent = memoryview(data)[sent:]
+
+    def hand_over(self, process: agent.Process, now: agent.Exec, env: bytes, helper: bytes, code: bytes) -> None:
+        assert process.sock is not None
+        try:
+            process.sock.send(_GENERAL)
+        except OSError:
+            pass  # it is dead or dying, and waitpid will tell
+        super().hand_over(process, now, env, helper, code)
+
+    def hear(self, process: agent.Process) -> None:
+        if self.exec is not self.direct or self.direct.process is not process:
+            super().hear(process)
+            return
+        assert process.sock is not None
+        try:
+            data = process.sock.recv(agent.DONE.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if len(data) == agent.DONE.size and data[:-1] == _DIRECT_DONE:
+            self.finish(self.direct, data[-1])
+        else:  # the program closed it, or executed another, or wrote there: from here only waitpid speaks
+            process.sock.close()
+            process.sock = None
+            process.unsent = memoryview(b"")
+
+    def forward(self, now: agent.Exec, index: int) -> int:
+        return 0 if self.dry else super().forward(now, index)
+
+    def finish(self, now: agent.Exec, status: int, dead: bool = False) -> None:
+        if not self.rehearsing:
+            report_spent(*self.spent, status)
+        if now is self.direct and now.process is self.polled:
+            self.drain()
+            self.dry = True
+        super().finish(now, status, dead)
+        self.dry = False
+
+    def drain(self) -> None:
+        """What the direct run left in its pipes, as far as finish() would read it."""
+        now, process = self.direct, self.direct.process
+        assert process is not None
+        drained, got = 0, 1
+        while got and drained < 2 * agent.DRAIN_MAX:
+            got = 0
+            for fd, _ in self.running.poll(0):
+                if fd == process.out:
+                    got += self.forward(now, 0)
+                elif fd == process.err:
+                    got += self.forward(now, 1)
+            drained += got
+
+
+def report_spent(control: int, peak: int, events: int, status: int) -> None:
+    """Tell the host the peak of memory and, if the program was killed, how many the kernel killed for memory."""
+    kills = b"0"
+    if status == -_signal.SIGKILL:
+        found = [line for line in os.pread(events, 4096, 0).split(b"\n") if line.startswith(b"oom_kill ")]
+        kills = found[0].split()[1] if found else b"0"
+    put(control, SPENT_HEAD + os.pread(peak, 64, 0)[:-1] + SPENT_MIDDLE + kills + SPENT_END)
+
+
+# --- in the interpreter ----------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Have the agent of this process be ours, and its interpreters know the short way."""
+    agent.Agent = GuestAgent  # type: ignore[misc]
+    take_requests()
+    compile_tools()
+
+
+def take_requests() -> None:
+    """Put the short way before the general one.
+
+    The waiting interpreter was cloned, so it seeds its generators anew when the first program comes.
+    """
+    receive_general = agent._receive
+    untouched = [True]
+
+    def receive(private: socket.socket) -> Any:
+        if untouched[0]:
+            step_aside(private)
+            os.environb.update({name.encode(): value.encode() for name, value in ENVIRONMENT.items()})
+        while True:
+            head = private.recv(_LENGTH_BYTES, socket.MSG_WAITALL)
+            if len(head) < _LENGTH_BYTES:
+                os._exit(0)  # the agent is gone
+            size = int.from_bytes(head, "big")
+            if size:
+                run_direct(private, private.recv(size, socket.MSG_WAITALL))
+                continue
+            request = receive_general(private)
+            if untouched[0] and request[0] != agent.REHEARSAL_NUMBER:
+                untouched[0] = False
+                reseed()
+            return request
+
+    agent._receive = receive
+
+
+def step_aside(private: socket.socket) -> None:
+    """Move the private socket to a number that programs do not come across."""
+    if private.fileno() == _GIVEN_FD:
+        fd = private.detach()
+        lowest = min(_PRIVATE_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _PRIVATE_ROOM)
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
+        os.close(fd)
+        private.__init__(fileno=high)  # type: ignore[misc]
+
+
+def reseed() -> None:
+    """The clone's own randomness."""
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def run_direct(private: socket.socket, block: bytes) -> None:
+    """Run a single program and end with it; returns from the rehearsal only."""
+    ident, _, _, name_bytes, env_bytes = HEAD.unpack_from(block)
+    env_start = HEAD.size + name_bytes
+    name, env, code = block[HEAD.size : env_start].decode(), block[env_start : env_start + env_bytes], b""
+    code = block[env_start + env_bytes :]
+    rehearsal = ident == 0
+    if env:
+        os.environb.update(agent._environment(env))
+        if "TZ" in os.environ:
+            time.tzset()
+    if not rehearsal:
+        reseed()
+    pid = os.getpid()
+    main = sys.modules["__main__"]
+    namespace = {"__builtins__": builtins} if rehearsal else main.__dict__
+    try:
+        status = agent.run_code(code, name, namespace, _signal.default_int_handler)
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    except KeyboardInterrupt:  # it came between the program's end and ours
+        status = agent.EXIT_INTERRUPTED
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    if rehearsal:
+        agent._drop_objects(namespace)
+        agent._flush_standard_streams()
+        del linecache.cache[name]
+        private.send(_DIRECT_DONE + bytes((status,)))
+        return
+    status = agent.finalize(status, namespace)
+    if os.getpid() == pid:  # and not a fork of the program's own that ran to the program's end
+        try:
+            private.send(_DIRECT_DONE + bytes((status,)))
+        except OSError:
+            pass  # the program has closed it
+    end(status)
+
+
+def end(status: int) -> NoReturn:
+    os._exit(status)
+
+
+def compile_tools() -> None:
+    """Compile the tools of displays before the snapshot: emulated, it takes longer than most programs."""
+    with open(agent.__file__.replace("agent.py", "displays.py"), "rb") as file:
+        known = file.read()
+    code = compile(known, "<fumehood>", "exec", 0, True)
+    load = agent.load_tools
+
+    def load_tools(text: bytes) -> dict[str, Any]:
+        if text != known:
+            return load(text)
+        tools: dict[str, Any] = {"__name__": "fumehood.guest.displays", "__builtins__": builtins}
+        exec(code, tools)
+        return tools
+
+    agent.load_tools = load_tools
