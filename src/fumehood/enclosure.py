@@ -56,6 +56,7 @@ class PidfdEnclosure:
         self._peak: int | None = None
         self._released = False
         self._counted = False
+        self._hastened = False
         self.work_fd = -1
 
     def _died(self) -> None:
@@ -103,6 +104,9 @@ class PidfdEnclosure:
         """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
         if not self._death.done():
             process.kill_pidfd(self._pidfd)
+            if self._group is not None and not self._hastened:
+                self._hastened = True
+                self._group.hasten()
 
     async def wait_dead(self) -> None:
         """Until the last process of the sandbox is dead."""

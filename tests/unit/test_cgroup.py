@@ -137,6 +137,30 @@ time.sleep(600)
         assert not group.populated() and group.remove(within_s=30)
 
 
+def test_v1_a_group_that_is_to_die_is_signalled_as_a_whole_and_may_use_any_processor(tree: cgroup.Hierarchy) -> None:
+    group = limited(tree, cpus=0.1)
+    with program("os.fork(), os.fork(), print('on', flush=True)\nwhile True: pass") as child:
+        group.add(child.pid)
+        assert child.stdin and child.stdout
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert [child.stdout.readline() for _ in range(4)] == [b"on\n"] * 4
+        group.hasten()
+        assert group.read_back()["cpus"] is None and group.read_back()["pids"] == 0
+        assert child.wait(timeout=60) == -signal.SIGKILL
+        assert child.stdout.read() == b""  # the last of the four is dead
+    assert group.remove(within_s=30)
+    group.hasten()  # gone: nothing to do
+
+
+def test_v1_a_group_of_one_is_left_to_its_own_death(tree: cgroup.Hierarchy) -> None:
+    group = limited(tree, cpus=0.1)
+    with program("time.sleep(600)") as child:
+        group.add(child.pid)
+        group.hasten()
+        assert child.poll() is None and group.read_back()["pids"] == 16
+
+
 def test_v1_the_processor_is_rationed_and_counted(tree: cgroup.Hierarchy) -> None:
     group = limited(tree, cpus=0.2)
     with program("while time.process_time() < 0.3: pass") as child:
