@@ -23,7 +23,7 @@ from fumehood.errors import FumehoodError, OutcomeUnknownError, StartError, Unsu
 from fumehood.linux import process
 from fumehood.model import ArtifactLimits, Boundary, Code, Command, Held, Limits, MiB, Outcome, Policy
 from fumehood.tier import require
-from fumehood.tiers.microvm import images, qemu, template
+from fumehood.tiers.microvm import images, machine, qemu, template
 from fumehood.tiers.microvm.machine import MachineSandbox
 from fumehood.tiers.microvm.tier import MicrovmTier
 
@@ -331,6 +331,35 @@ def test_a_deep_tree_is_sent_as_far_as_artifacts_go(tmp_path: Path) -> None:
         kept = {a.path for a in saved if a.skipped is None}
         assert kept == {"d/" * depth + "f" for depth in range(5)}
         assert [a.path for a in saved if a.skipped is not None] == ["d/d/d/d/d"]
+
+    with_tier(body)
+
+
+def test_files_that_do_not_come_in_time_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came whole is saved, the last entry says that there is more, and nothing waits for it."""
+    program = "open('a', 'w').write('first')\nfor i in range(3000): open('%04d' % i, 'w').write('x')"
+
+    async def body(tier: MicrovmTier) -> None:
+        sandbox = await tier.create(replace(PATIENT, limits=replace(PATIENT.limits, files=4000)))
+        assert (await sandbox.exec(Code(program), last=True)).ok
+        monkeypatch.setattr(machine, "EXPORT_TIMEOUT_S", 0.2)
+        began = time.monotonic()
+        saved = await sandbox.close(out=tmp_path / "out")
+        assert time.monotonic() - began < 0.2 + 2
+        assert saved[-1].path == "" and "within 0.2 s" in str(saved[-1].skipped)
+        assert all(a.saved is None or a.saved.read_text() in ("x", "first") for a in saved)
+        assert len(saved) < 3001
+
+    with_tier(body)
+
+
+def test_files_of_a_machine_that_is_gone_are_told(tmp_path: Path) -> None:
+    async def body(tier: MicrovmTier) -> None:
+        sandbox = await tier.create(PATIENT)
+        await sandbox.exec(Code("open('f', 'w').write('x')"))
+        os.kill(qemu_pid(sandbox), 9)
+        saved = await sandbox.close(out=tmp_path / "out")
+        assert [a.path for a in saved] == [""] and "gone" in str(saved[0].skipped)
 
     with_tier(body)
 

@@ -40,18 +40,20 @@ def entry(raw: bytes, kind: str = "f", data: bytes = b"", **fields: object) -> b
 END = b'{"op":"exported","truncated":false}\n'
 
 
-def receive(sent: bytes, target: Path, limits: Limits = LIMITS) -> None:
-    async def main() -> None:
+def receive(sent: bytes, target: Path, limits: Limits = LIMITS) -> str:
+    """What receive_folder() says is missing."""
+
+    async def main() -> str:
         ours, theirs = socket.socketpair()
         control = Control(ours)
         try:
             theirs.sendall(sent)
             theirs.close()
-            await asyncio.wait_for(receive_folder(control, str(target), limits), 10)
+            return await asyncio.wait_for(receive_folder(control, str(target), limits), 10)
         finally:
             control.close()
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 class TestExport:
@@ -112,6 +114,18 @@ class TestExport:
             receive(sent + (END if sent else b""), inner)
         assert sorted(os.listdir(tmp_path)) == ["inner"]
         assert sum(f.lstat().st_blocks for f in inner.rglob("*")) * 512 <= 1 * MiB
+
+    def test_what_is_missing_is_told_and_half_a_file_is_none(self, tmp_path: Path) -> None:
+        whole = entry(b"whole", data=b"w")
+        assert receive(whole + END, tmp_path) == ""
+        (tmp_path / "whole").unlink()
+        assert "too large" in receive(whole + entry(b"unsent", "x", size=1 << 40) + END, tmp_path)
+        (tmp_path / "whole").unlink()
+        assert "too long" in receive(whole + b'{"op":"exported","truncated":true}\n', tmp_path)
+        (tmp_path / "whole").unlink()
+        with pytest.raises(StartError):
+            receive(whole + entry(b"half", data=b"x" * 1000)[:-1], tmp_path)
+        assert os.listdir(tmp_path) == ["whole"]
 
     def test_no_link_is_followed(self, tmp_path: Path) -> None:
         inner, outside = tmp_path / "inner", tmp_path / "outside"

@@ -23,15 +23,22 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-async def receive_folder(control: Control, target: str, limits: Limits) -> None:
-    """Fill the empty folder ``target`` with what init sends. Raises StartError, OSError; what came until then stays."""
+async def receive_folder(control: Control, target: str, limits: Limits) -> str:
+    """Fill the empty folder ``target`` with what init sends; why something of it is missing, or "".
+
+    Raises StartError, OSError; what came whole until then stays.
+    """
+    missing = ""
     top = os.open(target, _FOLDER)
     try:
         bytes_left = limits.disk_bytes
         for _ in range(limits.files + 1):
             header = await control.entry()
             if header["op"] != "entry":
-                return
+                return "a path is too long to be sent" if header.get("truncated") is True else missing
+            if header.get("kind") == "x":
+                missing = "a file is too large, or in too many pieces, to be sent"
+                continue
             bytes_left = await _receive_entry(control, top, header, bytes_left, limits.disk_bytes)
         raise StartError("the guest sent more files than it can have", tier="microvm")
     finally:
@@ -55,6 +62,9 @@ async def _receive_entry(control: Control, top: int, header: Header, bytes_left:
                 await _receive_content(control, fd, header.get("size"), runs, size_max)
                 if type(mode) is int and mode & stat.S_IXUSR:
                     os.fchmod(fd, 0o700)
+            except BaseException:
+                os.unlink(name, dir_fd=folder)  # half a file is none
+                raise
             finally:
                 os.close(fd)
         elif kind == "f":

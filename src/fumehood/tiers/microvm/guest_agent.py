@@ -22,6 +22,7 @@ import random
 import resource
 import select
 import socket
+import struct
 import sys
 import time
 
@@ -31,15 +32,18 @@ from fumehood.tiers.microvm.guest_files import put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any
+
+#: After so many the interpreter of CPython 3.11 has specialized the code (PEP 659), and it stays as it is.
+REHEARSALS = 20
 
 SPENT_HEAD = b'{"op":"spent","memory_peak_bytes":'
 SPENT_MIDDLE = b',"oom_kills":'
 SPENT_END = b"}\n"
 
 #: On the private socket, before each request: the length of a direct one that follows, or zero and a general one.
-_LENGTH_BYTES = 4
-_GENERAL = bytes(_LENGTH_BYTES)
+_LENGTH = struct.Struct("!I")
+_GENERAL = _LENGTH.pack(0)
 _EMPTY_HEADER_BYTES = 2  # of "{}"
 _DIRECT_NUMBER = 1
 _DIRECT_DONE = agent.DONE.pack(b"fh", _DIRECT_NUMBER, 0)[:-1]
@@ -68,9 +72,10 @@ class GuestAgent(agent.Agent):
         super().rehearse()
         self.rehearsing = True
         head = HEAD.pack(0, 1 << 20, False, len("<rehearsal>"), 0)
-        self.on_direct({}, head + b"<rehearsal>" + agent.REHEARSAL)
-        while self.exec is not None:
-            self.turn()
+        for _ in range(REHEARSALS):
+            self.on_direct({}, head + b"<rehearsal>" + agent.REHEARSAL)
+            while self.exec is not None:
+                self.turn()
         self.rehearsing = False
         if self.interpreter is not None:
             self.interpreter.close_stdin()
@@ -156,7 +161,7 @@ class GuestAgent(agent.Agent):
         process.requests = _DIRECT_NUMBER
         self.watch(process)
         assert process.sock is not None
-        data = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        data = _LENGTH.pack(len(body)) + body
         sent = 0
         try:
             sent = process.sock.send(data)
@@ -174,6 +179,7 @@ class GuestAgent(agent.Agent):
         except OSError:
             pass  # it is dead or dying, and waitpid will tell
         super().hand_over(process, now, env, helper, code)
+        self.watch(process)
 
     def hear(self, process: agent.Process) -> None:
         if self.exec is not self.direct or self.direct.process is not process:
@@ -193,6 +199,19 @@ class GuestAgent(agent.Agent):
             process.sock = None
             process.unsent = memoryview(b"")
 
+    def send(self, header: bytes, body: bytes = b"") -> None:
+        if self.rehearsing or self.outbox:
+            super().send(header, body)
+            return
+        frame = agent.FRAME.pack(len(header), len(body)) + header + body
+        try:
+            written = os.write(self.write_fd, frame)
+        except BlockingIOError:
+            written = 0
+        if written < len(frame):
+            self.outbox.append(memoryview(frame)[written:])
+            self.backlog += len(frame) - written
+
     def forward(self, now: agent.Exec, index: int) -> int:
         return 0 if self.dry else super().forward(now, index)
 
@@ -204,6 +223,9 @@ class GuestAgent(agent.Agent):
             self.dry = True
         super().finish(now, status, dead)
         self.dry = False
+        if now is self.direct and not dead and not self.rehearsing and self.interpreter is not None:
+            self.interpreter.close()  # upon which it exits
+            self.interpreter = None
 
     def drain(self) -> None:
         """What the direct run left in its pipes, as far as finish() would read it."""
@@ -252,10 +274,10 @@ def take_requests() -> None:
             step_aside(private)
             os.environb.update({name.encode(): value.encode() for name, value in ENVIRONMENT.items()})
         while True:
-            head = private.recv(_LENGTH_BYTES, socket.MSG_WAITALL)
-            if len(head) < _LENGTH_BYTES:
+            head = private.recv(_LENGTH.size, socket.MSG_WAITALL)
+            if len(head) < _LENGTH.size:
                 os._exit(0)  # the agent is gone
-            size = int.from_bytes(head, "big")
+            (size,) = _LENGTH.unpack_from(head)
             if size:
                 run_direct(private, private.recv(size, socket.MSG_WAITALL))
                 continue
@@ -278,9 +300,13 @@ def step_aside(private: socket.socket) -> None:
         private.__init__(fileno=high)  # type: ignore[misc]
 
 
+_seed = super(random.Random, random._inst).seed
+
+
 def reseed() -> None:
-    """The clone's own randomness."""
-    random.seed()
+    """The clone's own randomness: what ``random.seed()`` does."""
+    _seed()
+    random._inst.gauss_next = None  # type: ignore[attr-defined]
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -318,12 +344,9 @@ def run_direct(private: socket.socket, block: bytes) -> None:
     if os.getpid() == pid:  # and not a fork of the program's own that ran to the program's end
         try:
             private.send(_DIRECT_DONE + bytes((status,)))
+            private.recv(1)  # to its end: what exiting costs the kernel comes after the host has been told
         except OSError:
             pass  # the program has closed it
-    end(status)
-
-
-def end(status: int) -> NoReturn:
     os._exit(status)
 
 

@@ -74,7 +74,6 @@ CODE_HOME = "/opt/fumehood"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any, NoReturn
 
 INIT = "/init"
@@ -96,6 +95,8 @@ ENTROPY_HEAD = struct.pack("ii", 8 * 48, 48)  # struct rand_pool_info of <linux/
 _READY = b'{"op":"ready","version":%d,"pid":1}' % agent.VERSION
 READY = agent.FRAME.pack(len(_READY), 0) + _READY
 _GRACE_MS = 2000  # how long the machine stays for its files once the agent has ended by itself
+TERMINALS = "/dev/pts"
+TERMINALS_MAX = 64  # of one sandbox
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
 
@@ -257,12 +258,17 @@ class Service:
         if limits["pids"] != old.get("pids"):
             write(f"{CGROUP}/pids.max", str(limits["pids"]))
         if [limits["disk_bytes"], limits["files"]] != [old.get("disk_bytes"), old.get("files")]:
-            resize_scratch(self.pid, limits["disk_bytes"], limits["files"] + _SHARED_INODES)
+            bounds = f"size={limits['disk_bytes']},nr_inodes={limits['files'] + _SHARED_INODES}"
+            mount_inside(self.pid, SCRATCH, None, None, bounds)
         if limits["rlimits"] != old.get("rlimits"):
             # The agent first: what it forks from then on has them.
             for pid in (self.pid, *map(int, read(f"{CGROUP}/cgroup.procs").split())):
                 for name, value in limits["rlimits"].items():
                     resource.prlimit(pid, getattr(resource, "RLIMIT_" + name), (value, value))
+        if limits["terminals"] and not old.get("terminals"):
+            mount_inside(
+                self.pid, TERMINALS, "devpts", "devpts", f"newinstance,ptmxmode=666,mode=600,max={TERMINALS_MAX}"
+            )
         scratch = os.statvfs(f"/proc/{self.pid}/root{SCRATCH}")
         kinds = {name: getattr(resource, "RLIMIT_" + name) for name in limits["rlimits"]}
         held: dict[str, object] = {
@@ -271,6 +277,7 @@ class Service:
             "pids": int(read(f"{CGROUP}/pids.max")),
             "disk_bytes": scratch.f_blocks * scratch.f_frsize,
             "inodes": scratch.f_files,
+            "terminals": terminals_of(self.pid),
             "rlimits": {name: resource.prlimit(self.pid, kind)[1] for name, kind in kinds.items()},
         }
         self.answer = json.dumps(held).encode() + b"\n"
@@ -324,6 +331,8 @@ def lay_out_files() -> None:
         os.mknod(f"/dev/{name}", 0o666 | stat.S_IFCHR, os.makedev(major, minor))
         os.chmod(f"/dev/{name}", 0o666)
     os.mkdir("/dev/shm")
+    os.mkdir(TERMINALS)
+    os.symlink("pts/ptmx", "/dev/ptmx")  # leads nowhere unless the operator gives terminals
     os.symlink("/proc/self/fd", "/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
@@ -348,45 +357,6 @@ def lay_out_files() -> None:
 # --- the control port ------------------------------------------------------------------------------------------------
 
 
-class Listener:
-    """What the host asks. Made before the snapshot: see :func:`become_sandbox`."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.wake, wake_in = os.pipe()
-        for fd in (self.wake, wake_in):
-            os.set_blocking(fd, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor does the work
-        signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
-        self.poll = select.poll()
-        self.poll.register(service.control, select.POLLIN)
-        self.poll.register(self.wake, select.POLLIN)
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """One by one, until the agent has ended by itself and the host wants nothing more."""
-        service = self.service
-        data = b""
-        while True:
-            ready = dict(self.poll.poll(None if service.pid else _GRACE_MS))
-            if self.wake in ready:
-                os.read(self.wake, 4096)
-                if service.ended_by_itself():
-                    tell_of_end(service)
-            if service.control not in ready:
-                if not ready and not service.pid:
-                    return
-                continue
-            piece = os.read(service.control, LINE_MAX)
-            if not piece:
-                time.sleep(0.001)  # nobody is connected
-            data += piece
-            if len(data) > LINE_MAX:
-                raise RuntimeError("the host sent an endless line")
-            while b"\n" in data:
-                line, _, data = data.partition(b"\n")
-                yield json.loads(line)
-
-
 def tell_of_end(service: Service) -> None:
     """Break the agent's stream, so that the host knows at once."""
     try:
@@ -395,58 +365,98 @@ def tell_of_end(service: Service) -> None:
         pass  # it does not listen any more
 
 
-def become_sandbox(service: Service) -> None:
-    """Take the host's first messages, until one says which sandbox this machine is.
+def become_sandbox(service: Service, device: int) -> bool:
+    """Take one of the host's first messages; whether it said which sandbox this machine is.
 
     A clone without hardware virtualisation pays for every path of code that it enters, in Python and in the kernel,
-    some ten microseconds for each block of it. So what most clones do is fixed in size and prepared beforehand: they
-    read once, ask the kernel for three things, and write twice.
+    some ten microseconds for each block of it. So what most clones do is fixed in size and was done before, in the
+    template: they read once, ask the kernel for three things, and write twice.
     """
-    device = os.open("/dev/random", os.O_RDONLY | os.O_CLOEXEC)
-    while True:
-        message = os.read(service.control, LINE_MAX)
-        if not message:
-            time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
-            continue
-        kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
-        time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)  # LIMITS too, so that ADOPT goes a way that was gone once
-        fcntl.ioctl(device, _RNDADDENTROPY, bytearray(ENTROPY_HEAD + entropy))  # what is mutable it takes at once
-        fcntl.ioctl(device, _RNDRESEEDCRNG)
-        if fresh:
-            service.end()
-            service.start(fresh=True)
-        if size:
-            while len(message) < BECOME.size + size:
-                message += os.read(service.control, LINE_MAX)
-            service.hold(json.loads(message[BECOME.size :]))
-        os.write(service.control, service.answer)
-        if kind == ADOPT:
-            if not fresh:
-                # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls
-                # between no two of its frames.
-                os.write(service.port, READY)
-            return
+    message = os.read(service.control, LINE_MAX)
+    if not message:
+        time.sleep(0.001)  # nobody is connected: between the template's end and the clone's start
+        return False
+    kind, fresh, time_ns, entropy, size = BECOME.unpack_from(message)
+    time.clock_settime_ns(time.CLOCK_REALTIME, time_ns)
+    fcntl.ioctl(device, _RNDADDENTROPY, bytearray(ENTROPY_HEAD + entropy))  # what is mutable it takes at once
+    fcntl.ioctl(device, _RNDRESEEDCRNG)
+    if fresh:
+        service.end()
+        service.start(fresh=True)
+    if size:
+        while len(message) < BECOME.size + size:
+            message += os.read(service.control, LINE_MAX)
+        service.hold(json.loads(message[BECOME.size :]))
+    os.write(service.control, service.answer)
+    if kind == ADOPT and not fresh:
+        # The agent said "ready" before the snapshot, to the template's builder. It is idle, so this falls between no
+        # two of its frames.
+        os.write(service.port, READY)
+    return bool(kind == ADOPT)
 
 
-def resize_scratch(pid: int, size_bytes: int, inodes: int) -> None:
-    """Set the bounds of the programs' tmpfs: a mount is changed from inside its own namespace only."""
+def mount_inside(pid: int, target: str, source: str | None, kind: str | None, options: str) -> None:
+    """Mount in the programs' mount namespace; without ``kind``, change what is mounted."""
     ours = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     theirs = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     setns(theirs, CLONE_NEWNS)
-    mount(None, SCRATCH, None, MS_REMOUNT | MS_NOSUID | MS_NODEV, f"size={size_bytes},nr_inodes={inodes}")
+    flags = MS_REMOUNT | MS_NOSUID | MS_NODEV if kind is None else MS_NOSUID | MS_NOEXEC
+    mount(source, target, kind, flags, options)
     setns(ours, CLONE_NEWNS)
     os.close(ours)
     os.close(theirs)
 
 
+def terminals_of(pid: int) -> str:
+    """The bound of the programs' file system of terminals; "none" where there is none."""
+    for line in read(f"/proc/{pid}/mountinfo").splitlines():
+        if " - devpts " in line:
+            return next((o for o in line.split()[-1].split(",") if o.startswith("max=")), "unbounded")
+    return "none"
+
+
 def serve(service: Service) -> None:
-    """Answer the host until the agent ends."""
-    listener = Listener(service)
-    become_sandbox(service)
-    for asked in listener.lines():
+    """Answer the host until the agent has ended by itself and the host wants nothing more."""
+    device = os.open("/dev/random", os.O_RDONLY | os.O_CLOEXEC)
+    wake, wake_in = os.pipe()
+    for fd in (wake, wake_in):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor does the work
+    signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    poll.register(service.control, select.POLLIN)
+    adopted, data = False, b""
+    while True:
+        ready = poll.poll(None if service.pid else _GRACE_MS)
+        if not ready and not service.pid:
+            return
+        for fd, _ in ready:
+            if fd == wake:
+                os.read(wake, 4096)
+                if service.ended_by_itself():
+                    tell_of_end(service)
+            elif adopted:
+                data = answer(service, data)
+            else:
+                adopted = become_sandbox(service, device)
+
+
+def answer(service: Service, data: bytes) -> bytes:
+    """Read, and do what the lines say that are whole with ``data`` before them; what is left for the next time."""
+    piece = os.read(service.control, LINE_MAX)
+    if not piece:
+        time.sleep(0.001)  # nobody is connected
+    data += piece
+    if len(data) > LINE_MAX:
+        raise RuntimeError("the host sent an endless line")
+    while b"\n" in data:
+        line, _, data = data.partition(b"\n")
+        asked = json.loads(line)
         if asked["op"] == "export":
             service.end()  # the programs first
             export(service.control, service.work, asked["entries"], asked["bytes"], asked["depth"])
+    return data
 
 
 def main() -> None:

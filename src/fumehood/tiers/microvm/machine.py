@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,9 @@ from fumehood.wire import BODY_MAX, Channel
 
 #: Where the machine's root stands in the zygote's.
 _ROOT = "/opt/machine"
-_EXPORT_TIMEOUT_S = 30.0
+
+#: How long the work folder may take to come out; what has not come by then is told as skipped.
+EXPORT_TIMEOUT_S = 30.0
 _ENVIRONMENT = b"".join(f"{name}={value}\0".encode() for name, value in direct.ENVIRONMENT.items())
 
 #: CPU time that QEMU may use beside the program: starting, and sending the work folder. The exact limit is the
@@ -137,6 +139,8 @@ class MachineEnclosure:
         self._before_cpu_s = self._inner.usage()[0] or 0.0
         self._closing = False
         self._wants_files = False
+        #: Why the copy of the work folder lacks something, or "".
+        self.missing = ""
         self._folder = ""
         self._work_fd = -1
 
@@ -162,22 +166,31 @@ class MachineEnclosure:
         """At once while the sandbox is only stopped; until QEMU is dead when it closes."""
         if not self._closing:
             return
-        if self._wants_files and not self._folder and not self._inner.dead:
-            await self._export()
+        if self._wants_files and not self._folder:
+            if not self._inner.alive():
+                self.missing = "the machine is gone, and what it held with it"
+            else:
+                await self._export()
         self._inner.kill()
         await self._inner.wait_dead()
 
     async def _export(self) -> None:
-        """Have init kill the programs and send the work folder into one of ours. What does not come is not there."""
+        """Have init kill the programs and send the work folder into one of ours; what did not come is told."""
         self._folder = tempfile.mkdtemp(prefix="fumehood-microvm-")
         work = os.path.join(self._folder, "work")
         os.mkdir(work, 0o700)
         bounds = {"entries": self._limits.files, "bytes": self._limits.disk_bytes, "depth": self._depth}
-        self._machine.control.post("export", **bounds)
-        self._inner.signal(signal.SIGCONT)
-        with contextlib.suppress(TimeoutError, StartError, OSError):
-            async with asyncio.timeout(_EXPORT_TIMEOUT_S):
-                await receive_folder(self._machine.control, work, self._limits)
+        try:
+            self._machine.control.post("export", **bounds)
+            self._inner.signal(signal.SIGCONT)
+            async with asyncio.timeout(EXPORT_TIMEOUT_S):
+                self.missing = await receive_folder(self._machine.control, work, self._limits)
+        except TimeoutError:
+            self.missing = f"the rest did not come out of the machine within {EXPORT_TIMEOUT_S:g} s"
+        except StartError as error:
+            self.missing = f"the rest did not come out of the machine: {error.message}"
+        except OSError as error:
+            self.missing = f"the rest could not be received: {error}"
         self._work_fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def usage(self) -> tuple[float | None, int | None]:
@@ -231,8 +244,20 @@ class MachineSandbox(GuestSandbox):
         super().__init__(channel, enclosure, policy, receipt, env=env)
         self._machine = enclosure
         self._given = False  # a program that was not rehearsed
-        #: While it is set, programs are single runs although the sandbox goes on: each has an interpreter of its own.
-        self.rehearsing = False
+        self._rehearsing = False
+
+    async def rehearse(self, programs: Sequence[str]) -> None:
+        """Run these as single runs, each in an interpreter of its own, and then with displays in the one that stays.
+
+        They must leave no name behind. Raises what exec() does; StartError if one fails.
+        """
+        for displays in (False, True):
+            self._rehearsing = not displays
+            for source in programs:
+                result = await self.exec(Code(source, displays=displays))
+                if not result.ok:
+                    raise StartError(f"a rehearsal failed: {result.stderr[-500:]}", tier="microvm")
+        self._given = False
 
     async def _hand_over(self, run: Run, background: bool = False) -> None:
         """Send the program: the shortest way if it is the sandbox's only one and wants nothing more."""
@@ -241,13 +266,13 @@ class MachineSandbox(GuestSandbox):
             self._given = True
             await super()._hand_over(run, background)
         else:
-            self._given = not self.rehearsing
+            self._given = not self._rehearsing
             self._channel.post({}, body)
 
     def _direct(self, run: Run) -> bytes | None:
         """The frame of a single run, or None if it is none."""
         program = run.program
-        if not isinstance(program, Code) or not (run.last or self.rehearsing):
+        if not isinstance(program, Code) or not (run.last or self._rehearsing):
             return None
         if run.displays is not None or run.stdin.wanted or program.context:
             return None
@@ -264,6 +289,9 @@ class MachineSandbox(GuestSandbox):
         return self._machine.pid
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
-        """See :class:`fumehood.tier.Sandbox`."""
+        """See :class:`fumehood.tier.Sandbox`. If files are missing, the last entry, one for all the rest, says why."""
         self._machine.closing(wants_files=out is not None)
-        return await super().close(out=out)
+        artifacts = await super().close(out=out)
+        if out is None or not self._machine.missing:
+            return artifacts
+        return (*artifacts, Artifact("", 0, skipped=self._machine.missing))

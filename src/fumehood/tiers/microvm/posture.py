@@ -10,6 +10,7 @@ from fumehood.model import Boundary, Control, Held, MiB, Policy, Receipt
 from fumehood.tiers.microvm.template import Template
 from fumehood.wire import Header
 
+TERMINALS_MAX = 64  # as in guest_init.py, which is not loaded here
 _PAGE = resource.getpagesize()
 _EMULATED = "QEMU without KVM: its authors promise no isolation for emulation, so what holds is the jail around it"
 _SHARED = "clones of one template share the address layout and hash seed of its interpreter"
@@ -38,6 +39,9 @@ def receipt(answer: Header, policy: Policy, template: Template, monitor: Receipt
     take("pids", pids == limits.pids + 1, limits.pids, f"pids.max {inside}")
     take("disk", disk == -(-limits.disk_bytes // _PAGE) * _PAGE, disk, f"tmpfs size= {inside}")
     take("files", inodes == limits.files + 4, inodes, f"tmpfs nr_inodes= {inside}")
+    terminals = answer.get("terminals")
+    wanted = f"max={TERMINALS_MAX}" if policy.terminals else "none"
+    take("terminals", terminals == wanted, terminals, f"devpts newinstance, max= {inside}")
     take("rlimits", isinstance(answer.get("rlimits"), dict), answer.get("rlimits"), f"setrlimit(2) {inside}")
     take("entropy", True, "48 bytes of the host's", "RNDADDENTROPY and RNDRESEEDCRNG before the first program")
     take("clock", True, "the host's", "clock_settime(2) before the first program")

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from fumehood.environments import Environment
 from fumehood.errors import FumehoodError, StartError
-from fumehood.model import Limits, MiB
+from fumehood.model import Limits, MiB, Policy
 from fumehood.threads import in_thread
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.tiers.microvm import images, machine, qemu
@@ -53,6 +53,8 @@ AGE_MAX_S = 86400.0
 KEPT_MAX = 8
 
 BOOT_TIMEOUT_S = 240.0
+#: How often init takes limits before the snapshot, so that it takes a clone's with code and pages as they stay.
+_REHEARSALS = 12
 _SAVE_TIMEOUT_S = 60.0
 _STATE_BYTES_MAX = 64 * MiB
 _PIECE = 1 * MiB
@@ -142,8 +144,9 @@ def shape_for(limits: Limits, image: Image, environment: Environment | None, acc
     return Shape(accelerator, (programs + base + step - 1) // step * step)
 
 
-def inside(limits: Limits) -> dict[str, object]:
-    """The limits that the guest's kernel holds: of the sandbox as a whole, and of each process by rlimit."""
+def inside(policy: Policy) -> dict[str, object]:
+    """What the guest's kernel holds: limits of the sandbox as a whole, and of each process by rlimit; terminals."""
+    limits = policy.limits
     rlimits = {
         "CORE": 0,
         "NOFILE": limits.open_files,
@@ -157,17 +160,17 @@ def inside(limits: Limits) -> dict[str, object]:
         "SIGPENDING": 1024,
     }
     whole = {"memory_bytes": limits.memory_bytes, "pids": limits.pids + 1, "disk_bytes": limits.disk_bytes}
-    return {**whole, "files": limits.files, "rlimits": rlimits}
+    return {**whole, "files": limits.files, "rlimits": rlimits, "terminals": policy.terminals}
 
 
-def adoption(limits: Limits, *, fresh: bool) -> bytes:
+def adoption(policy: Policy, *, fresh: bool) -> bytes:
     """What init is told of the sandbox that its machine becomes: entropy, the clock, limits unlike the template's."""
-    different = fresh or inside(limits) != inside(Limits())
-    return _become(b"A", fresh=fresh, limits=limits if different else None)
+    different = fresh or inside(policy) != inside(Policy())
+    return _become(b"A", fresh=fresh, policy=policy if different else None)
 
 
-def _become(kind: bytes, *, fresh: bool = False, limits: Limits | None) -> bytes:
-    follows = json.dumps(inside(limits)).encode() if limits is not None else b""
+def _become(kind: bytes, *, fresh: bool = False, policy: Policy | None) -> bytes:
+    follows = json.dumps(inside(policy)).encode() if policy is not None else b""
     return _BECOME.pack(kind, fresh, time.time_ns(), os.urandom(48), len(follows)) + follows
 
 
@@ -233,8 +236,9 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
             started = await machine.start(jail, limits, recipe.shape, arguments, fds)
             try:
                 await _until_ready(started)
-                started.control.send(_become(b"L", limits=Limits()))
-                await asyncio.wait_for(started.control.line(), _SAVE_TIMEOUT_S)
+                for _ in range(_REHEARSALS):
+                    started.control.send(_become(b"L", policy=Policy()))
+                    await asyncio.wait_for(started.control.line(), _SAVE_TIMEOUT_S)
                 state = await _saved_state(started)
             finally:
                 await asyncio.shield(started.discard())

@@ -10,8 +10,7 @@ from functools import lru_cache
 from fumehood import environments
 from fumehood.environments import Environment
 from fumehood.errors import FumehoodError, PolicyError, StartError, UnavailableError, UnsupportedError
-from fumehood.model import Boundary, Code, Policy
-from fumehood.session import GuestSandbox
+from fumehood.model import Boundary, Policy
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.jail.tier import JailTier
 from fumehood.tiers.microvm import accelerator, direct, images, machine, posture, qemu, template
@@ -26,12 +25,6 @@ REHEARSALS = (
     "print(1)",
     "(lambda: print(__import__('json').dumps({'a': [1, 2.5, None]})))()",
     "(lambda os: os.fork() and os.wait())(__import__('os'))",  # the child goes through the end of an interpreter
-)
-#: Ends the interpreter, as the last program does; the next one has another.
-_END = "__import__('os')._exit(0)"
-_REHEARSED = (
-    *(Code(program, displays=False) for program in (*REHEARSALS, _END)),
-    *(Code(program, displays=True) for program in REHEARSALS),
 )
 READY_TIMEOUT_S = 60.0
 _BUILD = "fumehood image build python --engine microvm"
@@ -54,6 +47,7 @@ def features() -> Features:
         contexts=True,
         displays=True,
         background=True,
+        pty=True,
         environments=True,
         note="" if hardware else _SLOW,
     )
@@ -103,7 +97,7 @@ class MicrovmTier:
         hard = ("memory", "pids", "disk", *(name for name in jail.hard if name == "cpu"))
         return Probe(True, hard=hard, details=tuple(details))
 
-    async def create(self, policy: Policy) -> GuestSandbox:
+    async def create(self, policy: Policy) -> MachineSandbox:
         """A clone of the policy's template, adopted and ready. The first one of its kind boots the template."""
         require(self, policy)
         try:
@@ -115,20 +109,17 @@ class MicrovmTier:
                 raise
             raise StartError(f"the machine could not be set up: {error}", tier=self.name) from None
 
-    async def create_warm(self, policy: Policy) -> GuestSandbox:
+    async def create_warm(self, policy: Policy) -> MachineSandbox:
         """The same for later use: it has run a few programs of ours, so that their code is translated already."""
         sandbox = await self.create(policy)
         try:
-            for program in _REHEARSED:
-                result = await sandbox.exec(program)
-                if not result.ok:
-                    raise StartError(f"a rehearsal failed: {result.stderr[-500:]}", tier=self.name)
+            await sandbox.rehearse(REHEARSALS)
             return sandbox
         except BaseException:
             await asyncio.shield(sandbox.close())
             raise
 
-    async def _clone(self, policy: Policy, made: Template) -> GuestSandbox:
+    async def _clone(self, policy: Policy, made: Template) -> MachineSandbox:
         shape = made.recipe.shape
         arguments = shape.clone_arguments(made.recipe.program)
         with made.state() as state:
@@ -138,7 +129,7 @@ class MicrovmTier:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await started.monitor.restore(qemu.STATE_FD)
-                started.control.send(template.adoption(policy.limits, fresh=self._fresh))  # now, for it tells the time
+                started.control.send(template.adoption(policy, fresh=self._fresh))  # now, for it tells the time
                 receipt = posture.receipt(await started.control.line(), policy, made, started.receipt)
             enclosure = MachineEnclosure(started, policy)
             fd = started.agent.detach()
