@@ -134,7 +134,7 @@ class Run:
 
     __slots__ = (
         "displays", "done", "failed", "ident", "imposed", "interrupted", "last", "lost", "output", "overflow",
-        "program", "sent", "status", "stdin", "timers",
+        "program", "sent", "status", "stdin", "timers", "used",
     )  # fmt: skip
 
     def __init__(
@@ -153,6 +153,7 @@ class Run:
         self.lost = False  # the interpreter with its variables
         self.overflow = False
         self.interrupted = False
+        self.used: tuple[float | None, int | None] | None = None  # CPU seconds and peak, if read before the end of all
         self.sent = asyncio.Event()  # the guest has been told to run it, so that what follows reaches it
         self.timers: list[asyncio.TimerHandle] = []
 

@@ -244,8 +244,7 @@ class GuestSandbox(GuestFiles):
             await run.done
             finished = self._loop.time()
             if run.last or self._killed is not None:
-                self._kill("it was for one program only" if run.last else None)
-                await self._enclosure.wait_dead()
+                await self._end(run)
         except PolicyError:
             raise  # it was not handed over
         except BaseException:
@@ -261,6 +260,11 @@ class GuestSandbox(GuestFiles):
             if self._idle_s is not None:
                 self._rest()
         return self._result(run, handed_over, (finished if run.status is not None else self._loop.time()) - started)
+
+    async def _end(self, run: Run) -> None:
+        """Kill all that is left, and wait until the last process is dead: none of the program runs when it is told."""
+        self._kill("it was for one program only" if run.last else None)
+        await self._enclosure.wait_dead()
 
     async def _follow_background(self, run: Run) -> Result:
         """The same for a command in the background, which has no deadline of its own."""
@@ -313,17 +317,18 @@ class GuestSandbox(GuestFiles):
             raise OutcomeUnknownError("close() was called during an exec", tier=self._receipt.tier)
         if background:  # what it used is part of what the sandbox used, and counted there
             return self._outcome(run, handed_over, seconds, None, None)
-        cpu_s, peak = self._enclosure.usage()
+        cpu_s, peak = run.used or self._enclosure.usage()
         return self._outcome(run, handed_over, seconds, cpu_s, peak)
 
     def _outcome(self, run: Run, handed_over: bool, seconds: float, cpu_s: float | None, peak: int | None) -> Result:
         enough = CPU_SPENT_SHARE * self._policy.limits.cpu_s
         spent = run.status == -signal.SIGXCPU if cpu_s is None else cpu_s >= enough
+        died = run.status is None or run.status < 0
         ended = Ending(
             status=run.status,
             imposed=run.imposed,
             overflow=run.overflow,
-            memory_killed=self._closing is None and self._enclosure.memory_killed(),
+            memory_killed=died and self._closing is None and self._enclosure.memory_killed(),
             cpu_spent=spent,
             interrupted=run.interrupted,
         )

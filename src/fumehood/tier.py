@@ -293,6 +293,9 @@ class Tier(Protocol):
 PTY_UNMET = "pty under a policy without terminals = true"
 
 
+_USUAL_LIMITS = tuple((field.name, getattr(Limits(), field.name)) for field in fields(Limits))
+
+
 def require(
     tier: Tier,
     policy: Policy,
@@ -339,11 +342,9 @@ def require(
             unmet.append("displays")
         if program.context and not features.contexts:
             unmet.append("contexts")
-    usual = Limits()
-    for field in fields(Limits):
-        value = getattr(policy.limits, field.name)
-        if field.name not in features.limits and value != getattr(usual, field.name):
-            unmet.append(f"limits.{field.name}")
+    for name, usual in _USUAL_LIMITS:
+        if name not in features.limits and getattr(policy.limits, name) != usual:
+            unmet.append(f"limits.{name}")
     if files and not features.files:
         unmet.append("files")
     if live and not features.live:

@@ -21,6 +21,9 @@ HEADER_MAX = 16 << 10
 BODY_MAX = 1 << 20
 READ_BYTES = 256 << 10
 
+#: A read asks for this until there is more: room for READ_BYTES comes fresh from the kernel each time, page by page.
+READ_BYTES_MIN = 8 << 10
+
 #: Received bytes that wait for receive() beyond which the channel stops reading.
 INBOX_MAX = 4 << 20
 
@@ -41,12 +44,13 @@ def _refuse(text: str) -> NoReturn:
     raise ValueError(f"{text:.20} is not allowed")
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _decoder = json.JSONDecoder(parse_float=_refuse, parse_constant=_refuse)
 
 
 def encode(header: Header, body_bytes: int) -> bytes:
     """The two lengths and the header of a frame. Raises ValueError if it is over the bounds."""
-    head = json.dumps(header, separators=(",", ":")).encode()
+    head = _encode(header).encode()
     if len(head) > HEADER_MAX or body_bytes > BODY_MAX:
         raise ValueError(f"a frame of {len(head)} + {body_bytes} bytes is over the bounds")
     return FRAME.pack(len(head), body_bytes) + head
@@ -74,6 +78,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._read_fd = read_fd
         self._write_fd = write_fd
+        self._read_bytes = READ_BYTES_MIN
         self._inbuf = bytearray()
         self._frames: deque[tuple[Header, bytes]] = deque()
         self._queued_bytes = 0
@@ -152,7 +157,7 @@ class Channel:
 
     def _on_readable(self) -> None:
         try:
-            data = os.read(self._read_fd, READ_BYTES)
+            data = os.read(self._read_fd, self._read_bytes)
         except BlockingIOError:
             return
         except OSError as error:
@@ -161,6 +166,7 @@ class Channel:
         if not data:
             self._lose(ChannelClosed("the guest ended the stream"))
             return
+        self._read_bytes = READ_BYTES if len(data) == self._read_bytes else READ_BYTES_MIN
         self._inbuf += data
         try:
             self._parse()

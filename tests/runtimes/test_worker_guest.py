@@ -1,13 +1,15 @@
-"""The inside of a worker, with a runtime that is nothing but a wait."""
+"""The inside of a worker, with runtimes that are nothing but a wait."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from fumehood.guest.agent import EXIT_INTERRUPTED
-from fumehood.tiers.worker_guest import Stream
+from fumehood.tiers.worker_guest import Header, Stream
 
 #: A program runs until it is halted, loses its state by that, and a new state takes as long as a look at ``slow``.
 _WORKER = """
@@ -29,32 +31,78 @@ worker_guest.serve(Waiting, int(sys.argv[1]), int(sys.argv[1]), ".")
 """
 
 
-def test_an_interrupt_between_two_states_ends_the_next_program_before_it_begins(tmp_path: object) -> None:
-    slow = f"{tmp_path}/restored"
+#: A program prints twice, and ends only when it is halted if it has a text.
+_PRINTING = """
+import sys
+from fumehood.tiers import worker_guest
+
+class Printing(worker_guest.WorkerGuest):
+    def prepare(self, configuration):
+        pass
+    def program(self, source, header, env, stdin, output):
+        output.text("stdout", "a")
+        output.text("stderr", "b")
+        if source:
+            self.halted.wait()
+        return {"status": 0, "lost": False}
+
+worker_guest.serve(Printing, int(sys.argv[1]), int(sys.argv[1]), ".")
+"""
+
+
+@contextlib.contextmanager
+def worker(code: str, configuration: Header, folder: object) -> Iterator[Stream]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(30)
-        worker = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=str(tmp_path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=str(folder)
         )
         theirs.close()
         stream = Stream(ours.fileno(), ours.fileno())
         try:
-            stream.send({"op": "configure", "slow": slow})
+            stream.send({"op": "configure", **configuration})
             assert stream.receive()[0]["op"] == "ready"
-            for ident in (1, 2):
-                exec_ = {"op": "exec", "id": ident, "env_bytes": 0, "stdin": False, "output_bytes": 99}
-                stream.send({**exec_, "overflow": "truncate"}, b"x")
-                if ident == 1:
-                    assert stream.receive()[0]["op"] == "out"
-                stream.send({"op": "interrupt"})  # 2: while there is no state yet
-                if ident == 2:
-                    stream.send({"op": "list", "id": 9, "count": 1})
-                    assert stream.receive()[0]["op"] == "reply"  # so the interrupt has been taken
-                    open(slow, "x").close()
-                done = stream.receive()[0]
-                assert done["op"] == "done" and done["id"] == ident
-            assert (done["status"], done["lost"], done["out_bytes"]) == (EXIT_INTERRUPTED, False, 0)
+            yield stream
         finally:
             ours.close()
-            worker.wait(30)
+            process.wait(30)
+
+
+def request(ident: int) -> Header:
+    limits = {"env_bytes": 0, "stdin": False, "output_bytes": 99, "overflow": "truncate"}
+    return {"op": "exec", "id": ident, **limits}
+
+
+def test_what_is_printed_comes_before_the_end_and_in_its_order(tmp_path: object) -> None:
+    with worker(_PRINTING, {}, tmp_path) as stream:
+        for ident in range(1, 20):
+            stream.send(request(ident))
+            assert [stream.receive()[0]["op"] for _ in range(3)] == ["out", "err", "done"]
+
+
+def test_what_is_printed_by_a_program_that_goes_on_comes_before_its_end(tmp_path: object) -> None:
+    with worker(_PRINTING, {}, tmp_path) as stream:
+        for ident in (1, 2):
+            stream.send(request(ident), b"x")
+            assert stream.receive() == ({"op": "out", "id": ident}, b"a")
+            assert stream.receive() == ({"op": "err", "id": ident}, b"b")
+            stream.send({"op": "interrupt"})
+            assert stream.receive()[0]["op"] == "done"
+
+
+def test_an_interrupt_between_two_states_ends_the_next_program_before_it_begins(tmp_path: object) -> None:
+    slow = f"{tmp_path}/restored"
+    with worker(_WORKER, {"slow": slow}, tmp_path) as stream:
+        for ident in (1, 2):
+            stream.send(request(ident), b"x")
+            if ident == 1:
+                assert stream.receive()[0]["op"] == "out"
+            stream.send({"op": "interrupt"})  # 2: while there is no state yet
+            if ident == 2:
+                stream.send({"op": "list", "id": 9, "count": 1})
+                assert stream.receive()[0]["op"] == "reply"  # so the interrupt has been taken
+                open(slow, "x").close()
+            done = stream.receive()[0]
+            assert done["op"] == "done" and done["id"] == ident
+        assert (done["status"], done["lost"], done["out_bytes"]) == (EXIT_INTERRUPTED, False, 0)

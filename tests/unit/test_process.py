@@ -123,6 +123,20 @@ if pid == 0:
     assert 40 * MiB < usage.resident_bytes < 100 * MiB
 
 
+def test_a_cpu_clock_counts_what_is_less_than_a_tick_and_threads_that_have_ended() -> None:
+    code = """
+import threading
+def burn():
+    end = time.thread_time() + 0.004
+    while time.thread_time() < end: pass
+thread = threading.Thread(target=burn); thread.start(); thread.join()
+print(time.process_time_ns(), flush=True)
+"""
+    with child(code) as (pid, words):
+        assert 0.004 < int(words[0]) / 1e9 <= process.cpu_clock(pid) < int(words[0]) / 1e9 + 1
+        assert process.cpu_clock(pid) <= process.tree_usage(pid).cpu_s
+
+
 def test_tree_usage_counts_shared_memory_and_threads() -> None:
     code = """
 import mmap, threading
@@ -268,6 +282,7 @@ def test_mounts_of_a_live_process() -> None:
         process.start_time,
         lambda pid: process.alive(pid, 1),
         process.descendants,
+        process.cpu_clock,
         process.tree_usage,
         process.pidfd_open,
         process.pid_of_pidfd,

@@ -17,6 +17,7 @@ import re
 import select
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def descendants(pid: int) -> list[int]:
 class TreeUsage:
     """What a process and its descendants use together."""
 
-    cpu_s: float  # user and system, children that were waited for included; in steps of a clock tick (10 ms)
+    cpu_s: float  # user and system; that of children that were waited for in steps of a clock tick (10 ms)
     resident_bytes: int  # anonymous and shared memory; files of the runtime, shared by all, are not counted
     count: int  # processes; 0 when none is left
     threads: int  # what RLIMIT_NPROC and pids.max count
@@ -87,20 +88,36 @@ def tree_usage(pid: int) -> TreeUsage:
     does not have over a process that is not dumpable. A page that several processes map counts once for each, and
     processor time of children that nobody waited for (SIGCHLD ignored) is lost: an estimate, to be reported as one.
     """
+    cpu_s = 0.0
     ticks = resident_kib = count = threads = 0
     for member in (pid, *descendants(pid)):
         try:
             fields = _stat(member)
             status_text = _read(f"/proc/{member}/status")
+            cpu_s += cpu_clock(member)
         except ProcessLookupError:
             continue
-        ticks += sum(map(int, fields[_UTIME : _CSTIME + 1]))
+        ticks += sum(map(int, fields[_CUTIME : _CSTIME + 1]))
         if fields[_STATE] in (b"Z", b"X"):
             continue
         count += 1
         threads += int(fields[_NUM_THREADS])
         resident_kib += sum(map(int, _RESIDENT.findall(status_text)))
-    return TreeUsage(ticks / os.sysconf("SC_CLK_TCK"), resident_kib * 1024, count, threads)
+    return TreeUsage(cpu_s + ticks / os.sysconf("SC_CLK_TCK"), resident_kib * 1024, count, threads)
+
+
+def cpu_clock(pid: int) -> float:
+    """Processor seconds of a process, threads that have ended included, as the scheduler counts them.
+
+    What clock_getcpuclockid(3) makes of a pid (``CPUCLOCK_SCHED`` of include/linux/posix-timers_types.h); anybody may
+    read it. Raises ProcessLookupError.
+    """
+    if sys.platform != "linux":
+        raise _not_linux()
+    try:
+        return time.clock_gettime(~pid << 3 | 2)
+    except OSError:
+        raise ProcessLookupError(errno.ESRCH, f"no process {pid}") from None
 
 
 def pidfd_open(pid: int) -> int:
@@ -275,7 +292,7 @@ def parse_mountinfo(text: bytes) -> list[MountInfo]:
 
 
 # Positions in /proc/PID/stat after the command name, which may hold anything: proc(5) counts them from 3.
-_STATE, _PPID, _UTIME, _CSTIME, _NUM_THREADS, _STARTTIME = 0, 1, 11, 14, 17, 19
+_STATE, _PPID, _CUTIME, _CSTIME, _NUM_THREADS, _STARTTIME = 0, 1, 13, 14, 17, 19
 
 _RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
 

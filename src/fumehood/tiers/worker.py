@@ -55,6 +55,7 @@ _PACKAGE = Path(fumehood.__file__).parent
 _PLAIN = str(_PACKAGE / "tiers" / "worker_child.py")
 _READY_TIMEOUT_S = 60.0
 _UNSUPPORTED_MAX = 200
+_KILL_AFTER_S = 0.001  # after a single-use program's end was told; close() does not wait for it
 _CALLS_MAX = 16  # host functions under way at once
 _UID_FIRST = 0x6FFE0000  # for root's children where there is no jail, below those of tier subprocess
 _UID_COUNT = 0xFFFF
@@ -232,6 +233,16 @@ class WorkerSandbox(GuestSandbox):
         run.imposed = Outcome.WALL
         self.post({"op": "interrupt"})
         run.timers.append(self._loop.call_later(GRACE_S, self._impose, run, Outcome.WALL))
+
+    async def _end(self, run: Run) -> None:
+        """A program that the runtime has ended leaves no process of its own behind: see docs/decisions/0007."""
+        ended_by_itself = run.status is not None and run.status >= 0 and run.imposed is None and not run.overflow
+        if not ended_by_itself or self._killed is not None:
+            await super()._end(run)
+            return
+        run.used = self._enclosure.usage()
+        self._killed = "it was for one program only"  # from here on nothing is sent to it
+        self._loop.call_later(_KILL_AFTER_S, self._kill, None)
 
     def _on_frame(self, header: Header, body: bytes) -> None:
         if header["op"] == "call":

@@ -1,18 +1,24 @@
 """The inside of a worker: frames from the supervisor, files, and programs for a runtime that a subclass holds.
 
 Runs as the first process of a sandbox, in the jail where there is one (:mod:`fumehood.tiers.worker` is the other end).
-Two threads: the loop, which runs one exec after another, and a reader, which takes frames meanwhile, because an
-interrupt, an answer, a file operation or the end of the stream must not wait for a program.
+Two threads that are alike: one takes frames until there is an exec, leaves the frames to the other and runs it itself.
+So an interrupt, an answer, a file operation or the end of the stream does not wait for a program, and a program does
+not wait for a thread to wake up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import queue
+import select
+import socket
 import stat
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fumehood.guest import agent
@@ -24,6 +30,18 @@ Header = dict[str, Any]
 STDIN_MAX = 16 << 20
 _PIECE = 256 << 10
 
+#: What a program prints in its first moment goes out with its end, in one piece, if that comes as soon.
+_HOLD_S = 0.005
+_HOLD_BYTES = 4096
+
+#: A read asks for little until there is much: room for much comes fresh from the kernel each time, page by page.
+READ_BYTES_MIN = 8 << 10
+READ_BYTES = 256 << 10
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
+
 
 class Stream:
     """The frames, over one or two descriptors. One thread receives, any may send."""
@@ -31,16 +49,20 @@ class Stream:
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read_fd = read_fd
         self._write_fd = write_fd
+        self._read_bytes = READ_BYTES_MIN
         self._inbox = bytearray()
         self._lock = threading.Lock()
+        self._held = b""  # to go out before what is sent next
+        self.holding = False  # whether output may be held
         for fd in {read_fd, write_fd}:
             os.set_blocking(fd, True)
 
     def _take(self, size: int) -> bytes:
         while len(self._inbox) < size:
-            data = os.read(self._read_fd, 256 << 10)
+            data = os.read(self._read_fd, self._read_bytes)
             if not data:
                 raise EOFError
+            self._read_bytes = READ_BYTES if len(data) == self._read_bytes else READ_BYTES_MIN
             self._inbox += data
         taken = bytes(self._inbox[:size])
         del self._inbox[:size]
@@ -51,16 +73,57 @@ class Stream:
         header_bytes, body_bytes = FRAME.unpack(self._take(FRAME.size))
         if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
             raise ValueError("a frame that is too large")
-        header = json.loads(self._take(header_bytes))
+        header, _ = _decode(self._take(header_bytes).decode())
         return header, self._take(body_bytes)
 
     def send(self, header: Header, body: bytes | memoryview = b"") -> None:
         """One frame, waiting until the supervisor takes it."""
-        head = json.dumps(header, separators=(",", ":")).encode()
-        data = memoryview(b"".join((FRAME.pack(len(head), len(body)), head, body)))
+        head = _encode(header).encode()
         with self._lock:
-            while data:
-                data = data[os.write(self._write_fd, data) :]
+            self._write(b"".join((self._held, FRAME.pack(len(head), len(body)), head, body)))
+
+    def send_output(self, operation: str, ident: int, data: bytes | memoryview) -> None:
+        """A frame of output, which may be held until something else is sent or :meth:`let_go` is called."""
+        head = f'{{"op":"{operation}","id":{ident}}}'.encode()
+        with self._lock:
+            frames = b"".join((self._held, FRAME.pack(len(head), len(data)), head, data))
+            if self.holding and len(frames) <= _HOLD_BYTES:
+                self._held = frames
+            else:
+                self._write(frames)
+
+    def _write(self, frames: bytes) -> None:
+        self._held = b""
+        data = memoryview(frames)
+        while data:
+            data = data[os.write(self._write_fd, data) :]
+
+    def let_go(self) -> None:
+        """Send what is held, at the latest :data:`_HOLD_S` from now or with the next frame that comes; hold no more."""
+        if not self._inbox:
+            select.select((self._read_fd,), (), (), _HOLD_S)
+        with self._lock:
+            self.holding = False
+            if self._held:
+                self._write(self._held)
+
+    @contextlib.contextmanager
+    def diverted(self, fd: int) -> Iterator[None]:
+        """Meanwhile the frames come from ``fd`` and go to it. No other thread uses the stream."""
+        kept = self._read_fd, self._write_fd
+        self._read_fd = self._write_fd = fd
+        try:
+            yield
+        finally:
+            self._read_fd, self._write_fd = kept
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An exec, all of its frames together."""
+
+    header: Header
+    payload: bytes
 
 
 class Output:
@@ -86,7 +149,7 @@ class Output:
         self._budget -= len(passed)
         operation = "out" if name == "stdout" else "err"
         for start in range(0, len(passed), _PIECE):
-            self._guest.stream.send({"op": operation, "id": self._ident}, passed[start : start + _PIECE])
+            self._guest.stream.send_output(operation, self._ident, passed[start : start + _PIECE])
         if len(passed) < len(data) and not self.overflowed:
             self.overflowed = True
             if self._stop:
@@ -98,6 +161,9 @@ class WorkerGuest:
 
     has_files = False
 
+    #: A program of ours to go through beforehand, if the runtime's state is the same after it.
+    rehearsal = b""
+
     def __init__(self, read_fd: int, write_fd: int, workdir: str) -> None:
         self.stream = Stream(read_fd, write_fd)
         self.workdir = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -106,7 +172,9 @@ class WorkerGuest:
         self._turn = threading.Lock()  # of what follows, between the two threads
         self._asked = False  # there is an exec, from its first frame to its end
         self._running = False  # the runtime has its program
-        self._inbox: queue.Queue[tuple[Header, bytes]] = queue.Queue()
+        self._frames = threading.Lock()  # held by the thread that takes frames
+        self._busy = False  # the other thread has an exec, or makes a fresh state after one
+        self._waiting: Job | None = None  # for the thread that is busy
         self._stdin: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._files = {
             "write": self._write, "read": self._read, "list": self._list, "remove": self._remove,
@@ -127,7 +195,7 @@ class WorkerGuest:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """From any thread: end the running program soon; :attr:`halted` is set, or no other program follows."""
+        """From any thread, with :attr:`halted` set: end the running program soon."""
 
     def restore(self) -> None:
         """After the end of a program whose state was lost has been told: a fresh state for the next one."""
@@ -151,46 +219,88 @@ class WorkerGuest:
         agent.make_undumpable()
         configuration, _ = self.stream.receive()
         self.prepare(configuration)
-        threading.Thread(target=self._listen, daemon=True).start()
+        if self.rehearsal:
+            self._rehearse()
+        threading.Thread(target=self._work, daemon=True).start()
         self.stream.send({"op": "ready", "version": VERSION, "pid": os.getpid()})
-        while True:
-            self._exec(*self._inbox.get())
+        self._work()
 
-    def _listen(self) -> None:
+    def _rehearse(self) -> None:
+        """Go through an exec of ours, so that the first program does not pay for the pages that one writes to."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self.stream.diverted(theirs.fileno()):
+            limits: Header = {"output_bytes": 99, "overflow": "truncate", "stdin": False, "env_bytes": 0}
+            Stream(ours.fileno(), ours.fileno()).send({"op": "exec", "id": 0, **limits}, self.rehearsal)
+            self._exec(self._take())
+            self._next()
+
+    def _work(self) -> NoReturn:
+        """One of the two threads."""
         try:
             while True:
-                header, body = self.stream.receive()
-                operation = header.get("op")
-                if operation in self._files:
-                    self._serve_file(header, body)
-                elif operation == "answer":
-                    self.answer(header, body)
-                elif operation == "stdin":
-                    self._stdin.put((header, body))
-                elif operation == "interrupt":
-                    self.interrupted = self._asked
-                    self.halt()
-                else:
-                    if operation == "exec":
-                        self._begin()
-                    self._inbox.put((header, body))
-        finally:
+                with self._frames:
+                    job = self._take_or_end()
+                while job is not None:
+                    self._exec(job)
+                    job = self._next()
+        except BaseException as error:
+            give_up(self.stream, error)
+
+    def _take_or_end(self) -> Job | None:
+        try:
+            return self._take()
+        except (EOFError, OSError, ValueError):
             os._exit(0)  # the host is gone, or broke the format
 
+    def _take(self) -> Job:
+        """Serve frames until there is an exec for this thread: the other one is not running any."""
+        while True:
+            if self.stream.holding:
+                self.stream.let_go()
+            header, body = self.stream.receive()
+            operation = header.get("op")
+            if operation in self._files:
+                self._serve_file(header, body)
+            elif operation == "answer":
+                self.answer(header, body)
+            elif operation == "stdin":
+                self._stdin.put((header, body))
+            elif operation == "interrupt":
+                self.interrupted = self._asked
+                self.halt()
+            elif operation == "exec":
+                self._begin()
+                job = self._whole(header, body)
+                with self._turn:
+                    if not self._busy:
+                        self._busy = self.stream.holding = True
+                        return job
+                    self._waiting = job  # the other thread makes a fresh state still, and takes it then
+
     def _begin(self) -> None:
-        """From the reader: an exec is there, and what interrupts from now on is meant for it."""
+        """An exec is there, and what interrupts from now on is meant for it."""
         with self._turn:
             self.interrupted = False
             self.halted.clear()
             self._asked = True
 
-    def _exec(self, header: Header, body: bytes) -> None:
+    def _whole(self, header: Header, body: bytes) -> Job:
         pieces = [body]
         more = header
         while more.get("more") is True:
-            more, body = self._inbox.get()
+            more, body = self.stream.receive()
             pieces.append(body)
-        payload = b"".join(pieces)
+        return Job(header, b"".join(pieces))
+
+    def _next(self) -> Job | None:
+        """After an exec: the one that has come meanwhile."""
+        with self._turn:
+            job, self._waiting = self._waiting, None
+            self._busy = job is not None
+            return job
+
+    def _exec(self, job: Job) -> None:
+        header, payload = job.header, job.payload
         ident = header["id"]
         env, source = environment(payload[: header["env_bytes"]]), payload[header["env_bytes"] :]
         try:
@@ -202,10 +312,7 @@ class WorkerGuest:
         done = self._run(source, header, env, stdin, output)
         counts = {"out_bytes": output.counts["stdout"], "err_bytes": output.counts["stderr"]}
         self.stream.send({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
-        if header.get("last") is True:
-            self.stop()
-            os._exit(0)  # the host kills it now; so the kernel takes all down while the host hears of the end
-        if done["lost"]:
+        if done["lost"] and header.get("last") is not True:
             self.restore()
 
     def _run(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
@@ -297,8 +404,12 @@ def serve(kind: type[WorkerGuest], read_fd: int, write_fd: int, workdir: str) ->
     try:
         kind(read_fd, write_fd, workdir).run()
     except BaseException as error:
-        try:
-            message = f"{type(error).__name__}: {error}"[:200]
-            Stream(read_fd, write_fd).send({"op": "fatal", "message": message})
-        finally:
-            os._exit(EXIT_LOST)
+        give_up(Stream(read_fd, write_fd), error)
+
+
+def give_up(stream: Stream, error: BaseException) -> NoReturn:
+    """Tell why, and end the process."""
+    try:
+        stream.send({"op": "fatal", "message": f"{type(error).__name__}: {error}"[:200]})
+    finally:
+        os._exit(EXIT_LOST)
