@@ -245,7 +245,7 @@ def test_a_frame_that_is_too_large_ends_the_sandbox(tmp_path: Path, monkeypatch:
     for name in images.INSIDE:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((images._PACKAGE / name).read_bytes())
-    agent = tmp_path / "guest/agent.py"
+    agent = tmp_path / "tiers/microvm/guest_agent.py"  # where a frame is packed for the stream
     packed = "FRAME.pack(len(header), len(body)) + header"
     assert packed in agent.read_text()
     hostile = "FRAME.pack(len(header), 1 << 31 if b'done' in header else len(body)) + header"

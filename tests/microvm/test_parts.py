@@ -368,12 +368,12 @@ def test_a_limit_that_the_guest_does_not_hold_is_an_error() -> None:
     policy = Policy()
     limits = policy.limits
     answer = {"op": "adopted", "memory_bytes": limits.memory_bytes, "pids": limits.pids + 1, "rlimits": {}}
-    answer |= {"disk_bytes": limits.disk_bytes, "inodes": limits.files + 4}
+    answer |= {"disk_bytes": limits.disk_bytes, "inodes": limits.files + 4, "terminals": "none"}
     made = Template(recipe(), -1, -1, 0.0)
     outer = Receipt("jail", Boundary.KERNEL, ())
     good = posture.receipt(answer, policy, made, outer)
     assert good.boundary is Boundary.EMULATED and good.control("memory") is not None
-    for name in ("memory_bytes", "pids", "disk_bytes", "inodes", "rlimits"):
+    for name in ("memory_bytes", "pids", "disk_bytes", "inodes", "terminals", "rlimits"):
         with pytest.raises(StartError, match="not held as asked"):
             posture.receipt(answer | {name: None}, policy, made, outer)
     with pytest.raises(StartError, match="could not adopt"):
