@@ -1281,11 +1281,9 @@ def interpret() -> NoReturn:
             os.close(stdin_fd)
             sys.stdin = _open_stdin()
         rehearsal = number == REHEARSAL_NUMBER
-        if first:  # later, what the program itself put there stays
-            first = rehearsal
-            os.environb.update(_environment(env))
-            if "TZ" in os.environ:
-                time.tzset()
+        if first and not rehearsal:  # later, what the program itself put there stays
+            first = False
+            set_environment(env)
         if last:
             private.close()
         if context or len(modules) > 1:
@@ -1312,7 +1310,6 @@ def interpret() -> NoReturn:
             tools["close_channel"]()
         if rehearsal:
             del linecache.cache[name]
-            os.environ.clear()
             gc.collect()
         private.sendall(DONE.pack(b"fh", number, status))
 
@@ -1360,17 +1357,30 @@ def _environment(block: bytes) -> dict[bytes, bytes]:
     return {name: value for name, _, value in items}
 
 
+def set_environment(env: bytes) -> None:
+    """Have ``os.environ`` hold these NUL-ended items and nothing else."""
+    if env.startswith(_prepared_env):
+        env = env[len(_prepared_env) :]
+    else:
+        os.environ.clear()
+    if env:
+        os.environb.update(_environment(env))
+        if "TZ" in os.environ:
+            time.tzset()
+
+
 _main_module: types.ModuleType | None = None
+_prepared_env = b""
 
 
-def prepare() -> bool:
+def prepare(env: bytes = b"") -> bool:
     """Make this process look like an interpreter that has just started, so that its forks need not.
 
-    False if that was done before.
+    ``env`` are NUL-ended items that most programs' environment begins with. False if that was done before.
 
     Whoever forks agents calls it beforehand: what is done here once is page faults saved in each of them.
     """
-    global _main_module  # noqa: PLW0603 - made once, before any fork
+    global _main_module, _prepared_env  # noqa: PLW0603 - made once, before any fork
     if _main_module is not None:
         return False
     restore_site_builtins()
@@ -1387,6 +1397,8 @@ def prepare() -> bool:
         sys.path.insert(0, "")
     _open_standard_streams()
     os.environ.clear()
+    os.environb.update(_environment(env))
+    _prepared_env = env
     return True
 
 

@@ -307,6 +307,7 @@ def start(
     config = {
         "site_packages": next(path for path in root.folders if path.endswith("site-packages")),
         "prefix": runtime.ENVIRONMENT_HOME,
+        "env": "".join(f"{name}={value}\0" for name, value in runtime.program_env().items()),
         "preload": list(preload),
         "guest": guest.entry,
         "filters": guest.filters,

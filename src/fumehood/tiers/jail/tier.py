@@ -363,10 +363,11 @@ class JailTier:
     async def close(self) -> None:
         """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
         self._closed = True
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
-        while self._ahead:
-            await self._ahead.popleft().discard()
+        while self._tasks or self._ahead:
+            if self._tasks:
+                await asyncio.wait(tuple(self._tasks))
+            if self._ahead:
+                await self._ahead.popleft().discard()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
         zygotes, self._zygotes = list(self._zygotes.values()), {}

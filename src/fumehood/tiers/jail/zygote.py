@@ -227,7 +227,7 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
     sys.path.remove(__file__.rsplit("/fumehood/", 1)[0])
     if "undumpable" in config["disabled"]:
         agent.make_undumpable = agent.make_dumpable
-    agent.prepare()  # programs see a plain interpreter
+    agent.prepare(config["env"].encode())  # programs see a plain interpreter
     gc.collect()
     gc.freeze()
 
