@@ -18,13 +18,14 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fumehood.guest import agent
 from fumehood.guest.agent import BODY_MAX, EXIT_INTERRUPTED, EXIT_LOST, FRAME, HEADER_MAX, VERSION
 
 Header = dict[str, Any]
+#: An exec: its first header, and the bodies of all its frames together.
+Job = tuple[Header, bytes]
 
 #: A program's standard input is held whole here, within the worker's own memory.
 STDIN_MAX = 16 << 20
@@ -57,24 +58,27 @@ class Stream:
         for fd in {read_fd, write_fd}:
             os.set_blocking(fd, True)
 
-    def _take(self, size: int) -> bytes:
+    def _need(self, size: int) -> None:
         while len(self._inbox) < size:
             data = os.read(self._read_fd, self._read_bytes)
             if not data:
                 raise EOFError
             self._read_bytes = READ_BYTES if len(data) == self._read_bytes else READ_BYTES_MIN
             self._inbox += data
-        taken = bytes(self._inbox[:size])
-        del self._inbox[:size]
-        return taken
 
     def receive(self) -> tuple[Header, bytes]:
         """The next frame. Raises EOFError, OSError, ValueError."""
-        header_bytes, body_bytes = FRAME.unpack(self._take(FRAME.size))
+        self._need(FRAME.size)
+        header_bytes, body_bytes = FRAME.unpack_from(self._inbox)
         if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
             raise ValueError("a frame that is too large")
-        header, _ = _decode(self._take(header_bytes).decode())
-        return header, self._take(body_bytes)
+        middle = FRAME.size + header_bytes
+        end = middle + body_bytes
+        self._need(end)
+        header, _ = _decode(self._inbox[FRAME.size : middle].decode())
+        body = bytes(self._inbox[middle:end])
+        del self._inbox[:end]
+        return header, body
 
     def send(self, header: Header, body: bytes | memoryview = b"") -> None:
         """One frame, waiting until the supervisor takes it."""
@@ -116,14 +120,6 @@ class Stream:
             yield
         finally:
             self._read_fd, self._write_fd = kept
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An exec, all of its frames together."""
-
-    header: Header
-    payload: bytes
 
 
 class Output:
@@ -231,7 +227,7 @@ class WorkerGuest:
         with ours, theirs, self.stream.diverted(theirs.fileno()):
             limits: Header = {"output_bytes": 99, "overflow": "truncate", "stdin": False, "env_bytes": 0}
             Stream(ours.fileno(), ours.fileno()).send({"op": "exec", "id": 0, **limits}, self.rehearsal)
-            self._exec(self._take())
+            self._exec(*self._take())
             self._next()
 
     def _work(self) -> NoReturn:
@@ -241,7 +237,7 @@ class WorkerGuest:
                 with self._frames:
                     job = self._take_or_end()
                 while job is not None:
-                    self._exec(job)
+                    self._exec(*job)
                     job = self._next()
         except BaseException as error:
             give_up(self.stream, error)
@@ -290,7 +286,7 @@ class WorkerGuest:
         while more.get("more") is True:
             more, body = self.stream.receive()
             pieces.append(body)
-        return Job(header, b"".join(pieces))
+        return header, b"".join(pieces)
 
     def _next(self) -> Job | None:
         """After an exec: the one that has come meanwhile."""
@@ -299,8 +295,7 @@ class WorkerGuest:
             self._busy = job is not None
             return job
 
-    def _exec(self, job: Job) -> None:
-        header, payload = job.header, job.payload
+    def _exec(self, header: Header, payload: bytes) -> None:
         ident = header["id"]
         env, source = environment(payload[: header["env_bytes"]]), payload[header["env_bytes"] :]
         try:
