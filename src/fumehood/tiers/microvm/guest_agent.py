@@ -34,9 +34,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: After so many the interpreter of CPython 3.11 has specialized the code (PEP 659), and it stays as it is.
-REHEARSALS = 20
-
 SPENT_HEAD = b'{"op":"spent","memory_peak_bytes":'
 SPENT_MIDDLE = b',"oom_kills":'
 SPENT_END = b"}\n"
@@ -58,6 +55,8 @@ class GuestAgent(agent.Agent):
     """The agent, with the short way, that lets the host know what memory was used before it tells of an end."""
 
     spent: tuple[int, int, int]  # the control port, memory.peak and memory.events
+    #: After so many, CPython 3.11 has specialized the code (PEP 659), and it stays as it is in the snapshot.
+    rehearsals = 20
 
     def __init__(self, read_fd: int, write_fd: int, workdir: str, touch: bool) -> None:
         super().__init__(read_fd, write_fd, workdir, touch)
@@ -72,7 +71,7 @@ class GuestAgent(agent.Agent):
         super().rehearse()
         self.rehearsing = True
         head = HEAD.pack(0, 1 << 20, False, len("<rehearsal>"), 0)
-        for _ in range(REHEARSALS):
+        for _ in range(self.rehearsals):
             self.on_direct({}, head + b"<rehearsal>" + agent.REHEARSAL)
             while self.exec is not None:
                 self.turn()

@@ -482,6 +482,7 @@ def main_of_fresh_agent(imports: str, port: str, control: str, tell: str) -> Non
     for fd in (port, control, tell):
         os.set_inheritable(int(fd), False)
     preload(imports)
+    guest_agent.GuestAgent.rehearsals = 1  # this one is in a clone already, and its program waits
     become_agent(int(port), int(control), int(tell))
 
 
