@@ -1,25 +1,89 @@
 """Runs inside a container as ``python3 -I -c <this text>``: takes the agent from standard input and becomes it.
 
-From the host come three lengths (4 bytes each, big-endian) and then a plan (JSON), the agent compiled by the host's
-Python, and its source, for a Python that cannot read the former. Back go one byte when all of it is there, and a
-report: a length and JSON. Then the agent serves on the same two descriptors. Standard library only; imports as little
-as it can, for that costs each start.
+From the host come four lengths (4 bytes each, big-endian) and then a plan and a library (marshal, in a version that
+every Python reads), the agent compiled by the host's Python, and its source, for a Python that cannot read the former.
+Back go one byte when all of it is there, and a report: a length and JSON. Then the agent serves on the same two
+descriptors. Standard library only; imports as little as it can, for that costs each start.
+
+The library holds modules of the image's own standard library as the host has read them there: a boundary in which
+each file costs milliseconds is spared those. A module that it holds is the same in all that a program can see.
 """
 
-import json
 import marshal
 import os
-import resource
-import struct
+import select
 import sys
-import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_machinery: "Any" = sys.modules["_frozen_importlib"]
+_external: "Any" = sys.modules["_frozen_importlib_external"]
+_LOCKS = "_ModuleLockManager", "_ImportLockContext"
 
 
-def take(size: int) -> bytes:
+class NoLock:
+    """In the place of the locks of the import machinery while there is one thread.
+
+    Until 3.12 each of them asks for the time, and gVisor answers that by a system call in a sandbox's first seconds.
+    """
+
+    def __init__(self, name: object = None) -> None:
+        """As for a lock that has one."""
+
+    def __enter__(self) -> None:
+        """Nothing is held."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is let go."""
+
+
+class Library:
+    """Finds the modules that came along: name -> (path, whether it is a package, code as in a .pyc or None)."""
+
+    def __init__(self, modules: "dict[str, tuple[str, bool, bytes | None]]") -> None:
+        self.modules = modules
+        self.loaders: list[Any] = []
+        self.locks = {name: getattr(_machinery, name) for name in _LOCKS if hasattr(_machinery, name)}
+        sys.meta_path.insert(0, self)
+        for name in self.locks:
+            setattr(_machinery, name, NoLock)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
+        """As a finder of sys.meta_path does."""
+        if name not in self.modules:
+            return None
+        file, package, code = self.modules[name]
+        if code is None:
+            loader = _external.ExtensionFileLoader(name, file)
+        else:
+            loader = _external.SourceFileLoader(name, file)
+            loader.get_code = lambda _: marshal.loads(code)
+            self.loaders.append(loader)
+        folders = [file.rpartition("/")[0]] if package else None
+        return _external.spec_from_file_location(name, file, loader=loader, submodule_search_locations=folders)
+
+    def close(self) -> None:
+        """Leave ordinary modules behind."""
+        sys.meta_path.remove(self)
+        for name, lock in self.locks.items():
+            setattr(_machinery, name, lock)
+        for loader in self.loaders:
+            del loader.get_code
+
+
+def take(size: int) -> bytearray:
     """Exactly ``size`` bytes of standard input."""
-    data = b""
+    data = bytearray()
     while len(data) < size:
-        piece = os.read(0, size - len(data))
+        try:
+            piece = os.read(0, min(size - len(data), 1 << 16))
+        except BlockingIOError:  # under gVisor the stream does not wait, whatever it was before
+            wait = select.poll()
+            wait.register(0, select.POLLIN)
+            wait.poll()
+            continue
         if not piece:
             os._exit(0)
         data += piece
@@ -28,10 +92,15 @@ def take(size: int) -> bytes:
 
 def become_agent() -> None:
     """Take what the host sends, report, and serve. Never returns."""
-    plan_bytes, code_bytes, source_bytes = struct.unpack(">III", take(12))
-    plan = json.loads(take(plan_bytes))
-    code, source = take(code_bytes), take(source_bytes)
+    lengths = take(16)
+    sizes = [int.from_bytes(lengths[at : at + 4], "big") for at in range(0, 16, 4)]
+    plan, modules = marshal.loads(take(sizes[0])), marshal.loads(take(sizes[1]))
+    code, source = take(sizes[2]), take(sizes[3])
     os.write(1, b"R")  # received: what comes next may take as long as the preloaded modules take
+    library = Library(modules if plan["library_magic"] == _external.MAGIC_NUMBER else {})
+    import json
+    import resource
+
     report: dict[str, object] = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
     try:
         if plan["python"] not in (None, report["python"]):
@@ -44,16 +113,17 @@ def become_agent() -> None:
         packages = f"/opt/env/lib/python{report['python']}/site-packages"
         if os.path.isdir(packages):
             sys.path.append(packages)
+        agent = type(sys)("fumehood.guest.agent")
+        same = plan["magic"] == _external.MAGIC_NUMBER
+        exec(marshal.loads(code) if same else compile(source, "agent.py", "exec"), agent.__dict__)
+        library.close()
         for name in plan["preload"]:
             __import__(name)
-        magic = sys.modules["_frozen_importlib_external"].MAGIC_NUMBER.hex()
-        agent = types.ModuleType("fumehood.guest.agent")
-        exec(marshal.loads(code) if magic == plan["magic"] else compile(source, "agent.py", "exec"), agent.__dict__)
         os.umask(0o077)
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"
     text = json.dumps(report).encode()
-    text = struct.pack(">I", len(text)) + text
+    text = len(text).to_bytes(4, "big") + text
     while text:
         text = text[os.write(1, text) :]
     if "error" in report:

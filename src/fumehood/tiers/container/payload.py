@@ -8,6 +8,7 @@ import json
 import marshal
 import socket
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import fumehood
 from fumehood.errors import StartError
 
-_LENGTHS = struct.Struct(">III")
+_LENGTHS = struct.Struct(">IIII")
+_MARSHAL = 2  # a format that every Python 3 reads, of plain values
 _LENGTH = struct.Struct(">I")
 _REPORT_MAX = 1 << 16
 _RECEIVED = b"R"
@@ -37,17 +39,37 @@ def _agent() -> tuple[bytes, bytes]:
     return marshal.dumps(compile(source, "agent.py", "exec", dont_inherit=True)), source
 
 
-def message(*, python: str | None, rlimits: dict[str, int], preload: tuple[str, ...]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Modules of the image's standard library to send along, see :mod:`.bootstrap`."""
+
+    magic: bytes = b""  # of the Python whose .pyc files they are
+    packed: bytes = marshal.dumps({}, _MARSHAL)
+
+
+def pack(magic: bytes, modules: dict[str, tuple[str, bool, bytes | None]]) -> Library:
+    """Name -> the file inside, whether it is a package, and code without a .pyc's head, None for a shared object."""
+    return Library(magic, marshal.dumps(modules, _MARSHAL))
+
+
+_NO_LIBRARY = Library()
+
+
+def message(
+    *, python: str | None, rlimits: dict[str, int], preload: tuple[str, ...], library: Library = _NO_LIBRARY
+) -> bytes:
     """The bytes to send. ``python`` is the version that the environment's packages are for, if there is one."""
     code, source = _agent()
     plan = {
-        "magic": importlib.util.MAGIC_NUMBER.hex(),
+        "magic": importlib.util.MAGIC_NUMBER,
+        "library_magic": library.magic,
         "python": python,
         "rlimits": rlimits,
         "preload": list(preload),
     }
-    text = json.dumps(plan).encode()
-    return b"".join((_LENGTHS.pack(len(text), len(code), len(source)), text, code, source))
+    packed = marshal.dumps(plan, _MARSHAL)
+    lengths = _LENGTHS.pack(len(packed), len(library.packed), len(code), len(source))
+    return b"".join((lengths, packed, library.packed, code, source))
 
 
 async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[str, Any]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
-import contextlib
 import itertools
 import json
 import os
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fumehood import environments
-from fumehood.enclosure import PidfdEnclosure, handshake, readable
+from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import (
     ClosedError,
     FumehoodError,
@@ -32,7 +29,6 @@ from fumehood.errors import (
 from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
-from fumehood.linux import process
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
 from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
@@ -40,14 +36,11 @@ from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
 from fumehood.tiers.container.ending import end_all
-from fumehood.tiers.gvisor import bundle, leftovers, runsc
+from fumehood.tiers.gvisor import bundle, leftovers, library, runsc
 from fumehood.tiers.gvisor.runsc import Runsc
-from fumehood.tiers.jail.runtime import base_python
+from fumehood.tiers.gvisor.spawning import Launcher, Spawned
 from fumehood.wire import Channel
 
-_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
-_MESSAGE_MAX = 1 << 16
-_SPAWN_TIMEOUT_S = 30.0
 _READY_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 15.0
 _STARTS_PER_CPU = 2
@@ -84,6 +77,7 @@ class GvisorTier:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
         self._live: set[GvisorEnclosure] = set()
+        self._launcher = Launcher()
         self._closings = 0
         self._swept = False
         self._opening = asyncio.Lock()
@@ -115,7 +109,7 @@ class GvisorTier:
         tree = await self._tree()
         before = self._closings
         async with self._turns:
-            sandbox = await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live)
+            sandbox = await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live, self._launcher)
         if self._closings != before:  # close() ended what was running then, and this was not yet
             await sandbox.close()
             raise ClosedError("the tier was closed while the sandbox started", tier=self.name)
@@ -135,36 +129,23 @@ class GvisorTier:
         """End what runs, and remove this tier's cgroups. Idempotent."""
         self._closings += 1
         await end_all(self._live)
+        await in_thread(self._launcher.close)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await in_thread(tree.close)
 
 
 class GvisorEnclosure(PidfdEnclosure):
-    """A sandbox's processes, the launcher that waits for them, and the bundle."""
+    """A sandbox's processes, whoever waits for the first of them, and the bundle."""
 
     def __init__(
-        self,
-        pid: int,
-        pidfd: int,
-        group: Cgroup | None,
-        child: subprocess.Popen[bytes],
-        control: socket.socket,
-        folder: str,
-        forget: Callable[[GvisorEnclosure], object],
+        self, first: Spawned, group: Cgroup | None, folder: str, forget: Callable[[GvisorEnclosure], object]
     ) -> None:
-        super().__init__(pid, pidfd, group, cpu_after_death=self._used, forget=lambda: forget(self))
-        self._child = child
-        self._control = control
+        super().__init__(first.pid, first.pidfd, group, cpu_after_death=first.used, forget=lambda: forget(self))
+        self._first = first
         self._folder = folder
+        self._cleaned = False
         self.stderr = -1
-
-    async def _used(self) -> float | None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, EOFError):
-            async with asyncio.timeout(1.0):
-                message, _ = await _message(self._control)
-            return float(message["cpu_s"])
-        return None
 
     def lost_reason(self) -> str:
         """What runsc wrote, or that it died."""
@@ -172,22 +153,15 @@ class GvisorEnclosure(PidfdEnclosure):
         return f"runsc said: {said[-400:]}" if said else "runsc ended"
 
     async def release(self) -> None:
-        """Reap the launcher and remove the bundle as well."""
-        if self._control.fileno() < 0:
+        """Remove the bundle as well."""
+        if self._cleaned:
             return
+        self._cleaned = True
         await super().release()
-        self._control.close()
+        self._first.close()
         os.close(self.stderr)
         self.stderr = -1
-        await in_thread(self._clean)
-
-    def _clean(self) -> None:
-        try:
-            self._child.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        remove_tree(self._folder)
+        await in_thread(remove_tree, self._folder)
 
 
 async def _create(
@@ -197,6 +171,7 @@ async def _create(
     platform: str,
     tree: Hierarchy | None,
     live: set[GvisorEnclosure],
+    launcher: Launcher,
 ) -> GuestSandbox:
     """One sandbox under ``platform``. Raises StartError, PolicyError; nothing is left then."""
     hard = tree.hard if tree is not None else ()
@@ -210,23 +185,24 @@ async def _create(
     stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
     try:
         plan = _plan(folder, image, binds, limits, rlimits, program, platform)
-        child, control = _launch(plan, theirs, stderr)
+        group = _group(tree, limits)
+        entries = group.entries() if group is not None else []
         try:
-            group = _group(tree, limits)
-            pid, pidfd = await _spawned(control)
-        except BaseException:
-            control.close()
-            child.kill()
-            child.wait()
-            raise
-        enclosure = GvisorEnclosure(pid, pidfd, group, child, control, folder, live.discard)
+            first = await launcher.spawn(plan, [theirs.fileno(), stderr, *entries])
+        finally:
+            theirs.close()
+            for entry in entries:
+                os.close(entry)
+        enclosure = GvisorEnclosure(first, group, folder, live.discard)
         live.add(enclosure)
         enclosure.stderr = os.dup(stderr)
-        if group is not None:
-            group.add(pid)
+        if group is not None and not entries:
+            group.add(first.pid)
         await handshake(ours, enclosure, tier="gvisor")
+        if group is not None and not group.holds(first.pid):
+            raise StartError("the sandbox is not in its cgroup", tier="gvisor")
         await asyncio.get_running_loop().sock_sendall(
-            ours, payload.message(python=version, rlimits=rlimits, preload=policy.preload)
+            ours, payload.message(python=version, rlimits=rlimits, preload=policy.preload, library=library.of(image))
         )
         try:
             report = await payload.report(ours, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
@@ -280,58 +256,14 @@ def _plan(
         "files": limits.files + len(bundle.FOLDERS) + 1,
         "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
         "env": {
+            # No TMPDIR: the Sentry, as nobody, must reach it. It and the gofer begin with an empty environment;
+            # what starts them lives for a moment or waits, and needs no garbage collected before that is much.
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": folder,
-        },  # no TMPDIR: the Sentry, as nobody, must reach it,
+            "GOGC": "off",
+            "GOMEMLIMIT": "32MiB",
+        },
     }
-
-
-def _launch(plan: dict[str, Any], channel: socket.socket, stderr: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        try:
-            child = subprocess.Popen(
-                [base_python(), "-I", "-S", "-B", _LAUNCHER, *map(str, (theirs.fileno(), channel.fileno(), stderr))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-                cwd="/",
-                pass_fds=(theirs.fileno(), channel.fileno(), stderr),
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            raise
-    channel.close()
-    ours.setblocking(False)
-    ours.send(json.dumps(plan).encode())
-    return child, ours
-
-
-async def _spawned(control: socket.socket) -> tuple[int, int]:
-    try:
-        async with asyncio.timeout(_SPAWN_TIMEOUT_S):
-            message, fds = await _message(control)
-        if "error" in message:
-            raise StartError(str(message["error"])[:500], tier="gvisor")
-        (pidfd,) = fds
-        return process.pid_of_pidfd(pidfd), pidfd
-    except (TimeoutError, EOFError, ValueError) as error:
-        raise StartError(f"the launcher did not answer: {error}", tier="gvisor") from None
-
-
-async def _message(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One datagram of the launcher's and the descriptors beside it. Raises EOFError when it is gone."""
-    await readable(control)
-    data, ancillary, _, _ = control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4))
-    fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // 4 * 4])]
-    if not data:
-        raise EOFError("it exited")
-    message = json.loads(data)
-    if not isinstance(message, dict):
-        raise ValueError("malformed message")
-    return message, fds
 
 
 def _overhead_tasks(limits: Limits) -> int:
@@ -491,9 +423,13 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
     answer: list[str] = []
 
     async def attempt() -> None:
-        async with asyncio.timeout(_TRY_TIMEOUT_S):
-            sandbox = await _create(Policy(), image, program, platform, None, set())
-        await sandbox.close()
+        launcher = Launcher()
+        try:
+            async with asyncio.timeout(_TRY_TIMEOUT_S):
+                sandbox = await _create(Policy(), image, program, platform, None, set(), launcher)
+            await sandbox.close()
+        finally:
+            launcher.close()
 
     def work() -> None:  # this thread may have a running loop
         try:
