@@ -640,6 +640,22 @@ def test_malformed_frame_ends_the_agent(guest: Guest, frame: bytes) -> None:
     assert guest.process.wait(TIMEOUT_S) == 70
 
 
+def test_headers_are_written_and_read_as_json() -> None:
+    header = {
+        "op": "reply",
+        "id": 7,
+        "message": 'a "quote", \\, é, \x00, \U0001f600, \udc80',
+        "error": None,
+        "more": True,
+    }
+    assert json.loads(agent_module._dumps(header)) == header == agent_module._loads(agent_module._dumps(header))
+    text = json.dumps({"a": [1, -2.5, {"b": None}], "c": False, "d": "\u2028"}).encode()
+    assert agent_module._loads(text) == json.loads(text)
+    for bad in (b"", b"{", b"{} x", b'{"a":1,}', b"nul", b'"\n"'):
+        with pytest.raises((agent_module.ProtocolError, ValueError)):
+            agent_module._loads(bad)
+
+
 def test_a_second_exec_ends_the_agent(guest: Guest) -> None:
     guest.begin("import time; time.sleep(60)")
     guest.begin("pass")

@@ -78,27 +78,27 @@ and from the agent::
 
 from __future__ import annotations
 
-# The C calls behind ``signal``, whose enum wrappers would cost each sandbox a hundred page faults.
+# The C modules behind ``signal``, ``socket`` and ``json``, whose enums and patterns would cost each sandbox a hundred
+# page faults, and one that imports them for itself twice the time.
+import _json
 import _signal  # type: ignore[import-not-found]
+import _socket as socket
 import atexit
 import builtins
 import ctypes
 import errno
 import gc
 import io
-import json
 import linecache
 import os
 import select
-import signal
-import socket
 import stat
 import struct
 import sys
 import time
 import traceback
 import types
-from collections import deque
+from _collections import deque  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -153,6 +153,20 @@ EXIT_FLUSH_FAILED = 120  # what CPython exits with when it cannot flush stdout
 _REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WAY = _FOLDER | os.O_PATH  # without O_PATH, gVisor of 2022 follows a link here in spite of O_NOFOLLOW
+
+
+class _Reading:
+    """How the scanner behind ``json`` reads."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_float = float
+    parse_int = int
+    parse_constant = None
+
+
+_quote = _json.encode_basestring_ascii
+_scan = _json.make_scanner(_Reading)  # type: ignore[arg-type]
 
 
 class ProtocolError(Exception):
@@ -318,7 +332,7 @@ class Agent:
         self.rehearsing = True
         header = {"op": "exec", "id": 0, "kind": "code", "name": "<rehearsal>", "output_bytes": 1 << 20}
         header.update(env_bytes=0, size=len(REHEARSAL))
-        self.on_exec(json.loads(_dumps(header)), REHEARSAL)
+        self.on_exec(_loads(_dumps(header)), REHEARSAL)
         while self.exec is not None:
             self.turn()
         self.rehearsing = False
@@ -402,7 +416,7 @@ class Agent:
             end = middle + body_bytes
             if len(inbox) < end:
                 break
-            header = json.loads(bytes(inbox[start + FRAME.size : middle]))
+            header = _loads(bytes(inbox[start + FRAME.size : middle]))
             if not isinstance(header, dict):
                 raise ProtocolError("a header that is not an object")
             handler = self.handlers.get(header.get("op", ""))
@@ -919,7 +933,7 @@ def _end(agent: Agent | None, write_fd: int, message: bytes) -> NoReturn:
     """Kill all that is ours, say why if there is a reason, and exit."""
     try:
         if os.getpid() == 1:
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, _signal.SIGKILL)
         elif agent is not None:
             programs = ([agent.exec] if agent.exec else []) + list(agent.background.values())
             for process in (agent.interpreter, *(now.process for now in programs)):
@@ -981,7 +995,26 @@ def _json_bool(value: bool) -> bytes:
 
 
 def _dumps(header: dict[str, object]) -> bytes:
-    return json.dumps(header, separators=(",", ":")).encode()
+    return b"{%b}" % ",".join(f"{_quote(name)}:{_value(value)}" for name, value in header.items()).encode()
+
+
+def _value(value: object) -> str:
+    """Of the few kinds that a header holds."""
+    if isinstance(value, str):
+        return str(_quote(value))
+    return "null" if value is None else str(value).lower()
+
+
+def _loads(data: bytes) -> Any:
+    """What JSON text of the host's means. Raises ProtocolError, ValueError."""
+    text = data.decode()
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:
+        end = -1
+    if end != len(text):
+        raise ProtocolError("a header that is not JSON")
+    return value
 
 
 def _split_path(header: dict[str, Any], body: bytes) -> tuple[list[bytes], bytes]:
@@ -1246,8 +1279,8 @@ def become_program(pipes: tuple[int, int, int], socket_fd: int, workdir: int, te
 
 def execute(env: bytes, folder: bytes, arguments: bytes) -> NoReturn:
     """Become the command; 127 if it is not found, 126 if it cannot be started, as a shell says."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python ignores the first two for itself
-        signal.signal(number, signal.SIG_DFL)
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):  # Python ignores the first two for itself
+        _signal.signal(number, _signal.SIG_DFL)
     argv = arguments.split(b"\0")[:-1]
     try:
         if folder:
