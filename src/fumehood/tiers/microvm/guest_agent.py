@@ -4,10 +4,11 @@ Runs inside the guest only, before the snapshot and after it. What a single run 
 :mod:`fumehood.tiers.microvm.direct`. Short means few different paths of code, in Python, C and the kernel: pollers that
 are made before the snapshot, one read for a frame, no exception on the way, and no wait for the interpreter's exit.
 
-Who trusts whom is as in the agent, but for one thing. In its general way the interpreter of a last exec closes the
-private socket, and from there only waitpid speaks of it. Here the socket stays open, so that the interpreter tells its
-exit code when it has finalized, as it does in a live sandbox: what a program gains by saying it in its place is what
-``os._exit()`` gains. A program that closes the socket, or writes anything else, is waited for instead.
+Who trusts whom is as in the agent: the private socket is closed before the program runs, and the exit status is
+waitpid's. There is one word before it. An interpreter that has finalized writes its exit code into a page that it
+shares with the agent, and closes stderr, which wakes the agent; then it exits. What a program gains by doing so in its
+place is what ``os._exit()`` gains, and if somebody else holds stderr, or it is elsewhere, the agent waits for the exit
+as ever.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from __future__ import annotations
 # The C calls behind ``signal``, whose enum wrappers are more code to translate.
 import _signal  # type: ignore[import-not-found]
 import builtins
-import fcntl
 import linecache
+import mmap
 import os
 import random
-import resource
 import select
 import socket
 import struct
@@ -28,7 +28,6 @@ import time
 
 from fumehood.guest import agent
 from fumehood.tiers.microvm.direct import ENVIRONMENT, HEAD
-from fumehood.tiers.microvm.guest_files import put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,12 +42,13 @@ _LENGTH = struct.Struct("!I")
 _GENERAL = _LENGTH.pack(0)
 _EMPTY_HEADER_BYTES = 2  # of "{}"
 _DIRECT_NUMBER = 1
-_DIRECT_DONE = agent.DONE.pack(b"fh", _DIRECT_NUMBER, 0)[:-1]
 
-#: Where the private socket stands in the interpreter: out of the way of programs that close or use low numbers.
-_GIVEN_FD = 3
-_PRIVATE_FD = 900
-_PRIVATE_ROOM = 4  # below the limit on open files
+#: What agent and interpreters share: whether the program of a single run has ended, and its exit code.
+_told = mmap.mmap(-1, mmap.PAGESIZE)
+
+
+# Called by their names: ``super()`` is code of its own.
+_forward, _finish = agent.Agent.forward, agent.Agent.finish
 
 
 class GuestAgent(agent.Agent):
@@ -76,9 +76,9 @@ class GuestAgent(agent.Agent):
             while self.exec is not None:
                 self.turn()
         self.rehearsing = False
-        if self.interpreter is not None:
+        if self.interpreter is not None and self.interpreter.sock is not None:
             self.interpreter.close_stdin()
-            self.watch(self.interpreter)
+            self.running.unregister(self.interpreter.sock)
 
     def watch(self, process: agent.Process) -> None:
         """Have the pollers hold this interpreter's descriptors."""
@@ -88,8 +88,11 @@ class GuestAgent(agent.Agent):
         for fd in (process.out, process.err):
             self.running.register(fd, select.POLLIN)
         for poller in (self.idle, self.running):
-            for fd in (self.read_fd, self.wake, process.sock.fileno()):
-                poller.register(fd, select.POLLIN)
+            poller.register(self.read_fd, select.POLLIN)
+            poller.register(self.wake, select.POLLIN)
+        self.idle.register(process.sock, select.POLLIN)
+        if self.rehearsing:
+            self.running.register(process.sock, select.POLLIN)
 
     def turn(self) -> bool:
         """One turn of the loop. The general one serves whatever is out of the ordinary: it looks for itself again."""
@@ -106,13 +109,13 @@ class GuestAgent(agent.Agent):
         if now is not self.direct or process.out < 0 or process.err < 0:
             return super().turn()
         for fd, events in self.running.poll():
-            if events != select.POLLIN:
-                return super().turn()
-            if fd == process.out:
+            if fd == process.out and events == select.POLLIN:
                 self.forward(now, 0)
-            elif fd == process.err:
+            elif fd == process.err and events == select.POLLIN:
                 self.forward(now, 1)
-            elif fd not in (self.read_fd, self.wake):
+            elif fd == process.err and _told[0]:
+                self.finish(now, _told[1])
+            elif self.rehearsing and fd == process.sock.fileno():
                 self.hear(process)
             else:
                 return super().turn()
@@ -144,6 +147,7 @@ class GuestAgent(agent.Agent):
         now.ident, now.budget, now.stop, _, _ = HEAD.unpack_from(body)
         now.counts = [0, 0]
         now.overflowed = False
+        _told[0] = 0
         self.exec = now
         process = self.interpreter
         if process is None:
@@ -181,19 +185,9 @@ class GuestAgent(agent.Agent):
         self.watch(process)
 
     def hear(self, process: agent.Process) -> None:
-        if self.exec is not self.direct or self.direct.process is not process:
+        if self.rehearsing or self.exec is not self.direct or self.direct.process is not process:
             super().hear(process)
-            return
-        assert process.sock is not None
-        try:
-            data = process.sock.recv(agent.DONE.size + 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if len(data) == agent.DONE.size and data[:-1] == _DIRECT_DONE:
-            self.finish(self.direct, data[-1])
-        else:  # the program closed it, or executed another, or wrote there: from here only waitpid speaks
+        elif process.sock is not None:  # the interpreter has closed its end
             process.sock.close()
             process.sock = None
             process.unsent = memoryview(b"")
@@ -212,15 +206,14 @@ class GuestAgent(agent.Agent):
             self.backlog += len(frame) - written
 
     def forward(self, now: agent.Exec, index: int) -> int:
-        return 0 if self.dry else super().forward(now, index)
+        return 0 if self.dry else _forward(self, now, index)
 
     def finish(self, now: agent.Exec, status: int, dead: bool = False) -> None:
-        if not self.rehearsing:
-            report_spent(*self.spent, status)
+        report_spent(*self.spent, status, told=not self.rehearsing)
         if now is self.direct and now.process is self.polled:
             self.drain()
             self.dry = True
-        super().finish(now, status, dead)
+        _finish(self, now, status, dead)
         self.dry = False
         if now is self.direct and not dead and not self.rehearsing and self.interpreter is not None:
             self.interpreter.close()  # upon which it exits
@@ -233,21 +226,23 @@ class GuestAgent(agent.Agent):
         drained, got = 0, 1
         while got and drained < 2 * agent.DRAIN_MAX:
             got = 0
-            for fd, _ in self.running.poll(0):
-                if fd == process.out:
+            for fd, events in self.running.poll(0):
+                if fd == process.out and events & select.POLLIN:
                     got += self.forward(now, 0)
-                elif fd == process.err:
+                elif fd == process.err and events & select.POLLIN:
                     got += self.forward(now, 1)
             drained += got
 
 
-def report_spent(control: int, peak: int, events: int, status: int) -> None:
+def report_spent(control: int, peak: int, events: int, status: int, *, told: bool) -> None:
     """Tell the host the peak of memory and, if the program was killed, how many the kernel killed for memory."""
     kills = b"0"
     if status == -_signal.SIGKILL:
         found = [line for line in os.pread(events, 4096, 0).split(b"\n") if line.startswith(b"oom_kill ")]
         kills = found[0].split()[1] if found else b"0"
-    put(control, SPENT_HEAD + os.pread(peak, 64, 0)[:-1] + SPENT_MIDDLE + kills + SPENT_END)
+    line = SPENT_HEAD + os.pread(peak, 64, 0)[:-1] + SPENT_MIDDLE + kills + SPENT_END
+    if told:
+        os.write(control, line)
 
 
 # --- in the interpreter ----------------------------------------------------------------------------------------------
@@ -268,9 +263,8 @@ def take_requests() -> None:
     receive_general = agent._receive
     untouched = [True]
 
-    def receive(private: socket.socket) -> Any:
+    def receive(private: Any) -> Any:
         if untouched[0]:
-            step_aside(private)
             os.environb.update({name.encode(): value.encode() for name, value in ENVIRONMENT.items()})
         while True:
             head = private.recv(_LENGTH.size, socket.MSG_WAITALL)
@@ -289,16 +283,6 @@ def take_requests() -> None:
     agent._receive = receive
 
 
-def step_aside(private: socket.socket) -> None:
-    """Move the private socket to a number that programs do not come across."""
-    if private.fileno() == _GIVEN_FD:
-        fd = private.detach()
-        lowest = min(_PRIVATE_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _PRIVATE_ROOM)
-        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
-        os.close(fd)
-        private.__init__(fileno=high)  # type: ignore[misc]
-
-
 _seed = super(random.Random, random._inst).seed
 
 
@@ -311,7 +295,7 @@ def reseed() -> None:
         numpy_random.seed()
 
 
-def run_direct(private: socket.socket, block: bytes) -> None:
+def run_direct(private: Any, block: bytes) -> None:
     """Run a single program and end with it; returns from the rehearsal only."""
     ident, _, _, name_bytes, env_bytes = HEAD.unpack_from(block)
     env_start = HEAD.size + name_bytes
@@ -323,6 +307,7 @@ def run_direct(private: socket.socket, block: bytes) -> None:
         if "TZ" in os.environ:
             time.tzset()
     if not rehearsal:
+        private.close()
         reseed()
     pid = os.getpid()
     main = sys.modules["__main__"]
@@ -337,13 +322,14 @@ def run_direct(private: socket.socket, block: bytes) -> None:
         agent._drop_objects(namespace)
         agent._flush_standard_streams()
         del linecache.cache[name]
-        private.send(_DIRECT_DONE + bytes((status,)))
+        private.send(agent.DONE.pack(b"fh", _DIRECT_NUMBER, status))
         return
     status = agent.finalize(status, namespace)
     if os.getpid() == pid:  # and not a fork of the program's own that ran to the program's end
+        _told[1], _told[0] = status, 1
         try:
-            private.send(_DIRECT_DONE + bytes((status,)))
-            private.recv(1)  # to its end: what exiting costs the kernel comes after the host has been told
+            os.nice(19)  # what exiting costs the kernel comes after the host has been told
+            os.close(2)
         except OSError:
             pass  # the program has closed it
     os._exit(status)
