@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _machinery: "Any" = sys.modules["_frozen_importlib"]
 _external: "Any" = sys.modules["_frozen_importlib_external"]
 _LOCKS = "_ModuleLockManager", "_ImportLockContext"
+_LATER = "linecache", "traceback"
 
 
 class NoLock:
@@ -44,11 +45,13 @@ class Library:
 
     def __init__(self, modules: "dict[str, tuple[str, bool, bytes | None]]") -> None:
         self.modules = modules
-        self.loaders: list[Any] = []
         self.locks = {name: getattr(_machinery, name) for name in _LOCKS if hasattr(_machinery, name)}
         sys.meta_path.insert(0, self)
         for name in self.locks:
             setattr(_machinery, name, NoLock)
+        for name in _LATER:
+            if name in modules:
+                self.load_later(name)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
         """As a finder of sys.meta_path does."""
@@ -59,18 +62,36 @@ class Library:
             loader = _external.ExtensionFileLoader(name, file)
         else:
             loader = _external.SourceFileLoader(name, file)
-            loader.get_code = lambda _: marshal.loads(code)
-            self.loaders.append(loader)
+
+            def get_code(_: str) -> object:
+                del loader.get_code
+                return marshal.loads(code)
+
+            loader.get_code = get_code
         folders = [file.rpartition("/")[0]] if package else None
         return _external.spec_from_file_location(name, file, loader=loader, submodule_search_locations=folders)
 
+    def load_later(self, name: str) -> None:
+        """Make the module, and run its code when something of it is wanted: most programs meet no error."""
+        spec = self.find_spec(name)
+        module = sys.modules[name] = _machinery.module_from_spec(spec)
+
+        def load(attribute: str) -> object:
+            del module.__getattr__
+            lines = dict(module.cache) if name == "linecache" else {}
+            spec.loader.exec_module(module)
+            if lines:
+                module.cache.update(lines)
+            return getattr(module, attribute)
+
+        module.__getattr__ = load
+        if name == "linecache":
+            module.cache = {}
+
     def close(self) -> None:
-        """Leave ordinary modules behind."""
-        sys.meta_path.remove(self)
+        """From here there may be threads. The modules stay to be found, as quickly as those that are loaded."""
         for name, lock in self.locks.items():
             setattr(_machinery, name, lock)
-        for loader in self.loaders:
-            del loader.get_code
 
 
 def take(size: int) -> bytearray:
@@ -98,19 +119,22 @@ def become_agent() -> None:
     code, source = take(sizes[2]), take(sizes[3])
     os.write(1, b"R")  # received: what comes next may take as long as the preloaded modules take
     library = Library(modules if plan["library_magic"] == _external.MAGIC_NUMBER else {})
-    import json
+    import _json
     import resource
 
-    report: dict[str, object] = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+    if not library.modules:
+        import json  # noqa: F401 - here, and not where a program's file may have taken its name
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    error, rlimits = "", {}
     try:
-        if plan["python"] not in (None, report["python"]):
-            raise RuntimeError(f"the environment is for Python {plan['python']} and the image has {report['python']}")
+        if plan["python"] not in (None, python):
+            raise RuntimeError(f"the environment is for Python {plan['python']} and the image has {python}")
         for name, value in plan["rlimits"].items():
             number = getattr(resource, "RLIMIT_" + name)
             if resource.getrlimit(number) != (value, value):  # gVisor lets nobody set some, and sets them itself
                 resource.setrlimit(number, (value, value))
-        report["rlimits"] = {n: resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n in plan["rlimits"]}
-        packages = f"/opt/env/lib/python{report['python']}/site-packages"
+        rlimits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in plan["rlimits"]}
+        packages = f"/opt/env/lib/python{python}/site-packages"
         if os.path.isdir(packages):
             sys.path.append(packages)
         agent = type(sys)("fumehood.guest.agent")
@@ -120,14 +144,16 @@ def become_agent() -> None:
         for name in plan["preload"]:
             __import__(name)
         os.umask(0o077)
-    except Exception as error:
-        report["error"] = f"{type(error).__name__}: {error}"
-    text = json.dumps(report).encode()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    limits = ",".join(f'"{name}":[{soft},{hard}]' for name, (soft, hard) in rlimits.items())
+    text = f'{{"python":"{python}","rlimits":{{{limits}}},"error":{_json.encode_basestring_ascii(error)}}}'.encode()
     text = len(text).to_bytes(4, "big") + text
     while text:
         text = text[os.write(1, text) :]
-    if "error" in report:
+    if error:
         os._exit(1)
+    del code, source
     agent.serve(0, 1, "/work")
 
 

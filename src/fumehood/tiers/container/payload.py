@@ -97,7 +97,7 @@ async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[
         raise StartError(f"the sandbox was not prepared within {timeout_s:g} s", tier=tier) from None
     except (OSError, ValueError) as error:
         raise StartError(f"what answered inside is not our agent: {error}"[:500], tier=tier) from None
-    if "error" in answer:
+    if answer.get("error"):
         raise StartError(f"the sandbox could not be prepared: {answer['error']}"[:1000], tier=tier)
     return answer
 

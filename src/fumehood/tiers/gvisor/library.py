@@ -14,12 +14,13 @@ from pathlib import Path
 from fumehood.images.store import Image
 from fumehood.tiers.container import payload
 
-#: What bootstrap and agent import that is not built in. A name that is a package in one release and a module in another
-#: (re, since 3.11) is looked for as both.
+#: What bootstrap and agent import that is not built in, what they import for errors and displays only, and what of it
+#: other releases have elsewhere. A name that is a package in one and a module in another (re, since 3.11) is looked for
+#: as both.
 _MODULES = """
     __future__ collections collections.abc contextlib copyreg ctypes ctypes._endian enum functools json json.decoder
     json.encoder json.scanner keyword linecache operator re re._casefix re._compiler re._constants re._parser reprlib
-    selectors signal socket struct textwrap token tokenize traceback types
+    struct textwrap token tokenize traceback types
 """
 _SHARED_OBJECTS = "_ctypes _json _socket array math resource select"
 
