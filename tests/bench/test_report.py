@@ -76,6 +76,13 @@ def test_every_promise_is_judged_and_a_missed_one_is_told() -> None:
     ]
 
 
+@pytest.mark.parametrize(("tier", "bound"), [("interpreter", 0.05), ("wasm", 4.0)])
+def test_a_language_runtime_is_held_to_its_warm_run(tier: str, bound: float) -> None:
+    for ratio, kept in ((bound * 0.99, True), (bound * 1.01, False)):
+        verdict = judge(TierFigures(tier, warm=spread(ratio)))[0]
+        assert (verdict.target.bound, verdict.met) == (bound, kept)
+
+
 def test_the_table_has_a_row_per_tier_and_a_dash_for_what_is_absent() -> None:
     bare = TierFigures("docker", plain=PLAIN, cold=spread(20.0))
     table = markdown(json.loads(json.dumps(report(jail(), bare).to_dict())))

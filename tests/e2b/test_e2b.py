@@ -30,6 +30,7 @@ pytest.importorskip("e2b_code_interpreter", reason="pip install 'fumehood[e2b]'"
 from e2b_code_interpreter import Sandbox as RemoteSandbox  # noqa: E402
 
 from fumehood.tiers.e2b import errors  # noqa: E402
+from fumehood.tiers.e2b.sandbox import _heeding  # noqa: E402
 
 KEY = "e2b_a-key-that-nobody-may-see"
 
@@ -194,6 +195,26 @@ def test_every_path_destroys_the_sandbox(endpoint: Endpoint) -> None:
 
     before = endpoint.living()
     assert before == set()
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_the_sdk_loses_is_heeded() -> None:
+    async def losing(answer: int | Exception) -> int:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            if isinstance(answer, Exception):
+                raise answer from None
+        return 1
+
+    async def main() -> None:
+        for answer in (1, e2b.SandboxException("cancelled")):
+            task = asyncio.create_task(_heeding(losing(answer)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
     asyncio.run(main())
 
 

@@ -113,9 +113,6 @@ DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_the_deadline_ends_the_exec[e2b-loop]",
             "test_the_deadline_ends_the_exec[e2b-sleep]",
         ),
-        "the SDK keeps its connections, and needs more descriptors than the test leaves": (
-            "test_a_run_that_is_cancelled_at_any_point",
-        ),
     },
 }
 

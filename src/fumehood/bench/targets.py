@@ -76,12 +76,18 @@ TO_COMMAND = (
     Target("warm, against the plain command, median", "x", 0.2, True, lambda f: _of(f.warm_to_command, "p50")),
 )
 
+#: What a language runtime promises: a warm run against a plain process.
+RUNTIMES = {
+    "interpreter": (Target("warm, median", "x", 0.05, True, lambda f: _of(f.warm, "p50")),),
+    "wasm": (Target("warm, median", "x", 4.0, True, lambda f: _of(f.warm, "p50")),),
+}
+
 #: For every tier with the guest: a program's output is with its caller this soon, in milliseconds.
 FIRST_BYTE_MS = 50.0
 
 
 def judge(figures: TierFigures) -> list[Verdict]:
-    """The tier's promises against what was measured: of those that are not jails or containers only the first byte."""
+    """The tier's promises against what was measured; of those that have none of their own the first byte."""
     first_byte = Target(
         "first byte after it was printed, median",
         "ms",
@@ -90,6 +96,6 @@ def judge(figures: TierFigures) -> list[Verdict]:
         # From the start on, where the guest's clock is another, it is not what is promised.
         lambda f: _of(f.first_byte, "p50_ms") if f.first_byte_from == "printed" else None,
     )
-    own = JAIL if figures.tier == "jail" else TO_COMMAND if figures.tier in CONTAINERS else ()
+    own = {"jail": JAIL, **dict.fromkeys(CONTAINERS, TO_COMMAND), **RUNTIMES}.get(figures.tier, ())
     targets = (*own, first_byte)
     return [Verdict(target, target.read(figures)) for target in targets]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import json
-from typing import Any
 
 from fumehood.e2b_server import control, envd, interpreter
-from fumehood.e2b_server.http import Receive, Scope, Send
+from fumehood.e2b_server.http import Receive, Scope, Send, answer_json, body_of
 from fumehood.e2b_server.sandboxes import Sandboxes
 
 ENVD_PORT = "49983"
@@ -28,41 +26,23 @@ class Endpoint:
         ident = headers.get("e2b-sandbox-id")
         if ident is None:
             if not hmac.compare_digest(headers.get("x-api-key", "").encode(), self._key):
-                await answer(send, 401, {"code": 401, "message": "the API key is wrong"})
+                await answer_json(send, 401, {"code": 401, "message": "the API key is wrong"})
                 return
             status, value = await control.serve(self._sandboxes, scope, await body_of(receive))
-            await answer(send, status, value)
+            await answer_json(send, status, value)
             return
         box = self._sandboxes.find(ident)
         if box is None or box.dead.is_set():
             # The words by which the SDK tells a dead sandbox from one that cannot be reached.
-            await answer(send, 502, {"code": 502, "message": f"The sandbox {ident} was not found"})
+            await answer_json(send, 502, {"code": 502, "message": f"The sandbox {ident} was not found"})
             return
         port = headers.get("e2b-sandbox-port", ENVD_PORT)
         header, token = ("x-access-token", box.token) if port == ENVD_PORT else (_TRAFFIC, box.traffic_token)
         if scope["path"] != "/health" and not hmac.compare_digest(headers.get(header, "").encode(), token.encode()):
-            await answer(send, 401, {"code": 401, "message": "the access token is wrong"})
+            await answer_json(send, 401, {"code": 401, "message": "the access token is wrong"})
         elif port == ENVD_PORT:
             await envd.serve(box, scope, receive, send)
         elif port == INTERPRETER_PORT:
             await interpreter.serve(box, scope, await body_of(receive), send)
         else:
-            await answer(send, 502, {"code": 502, "message": f"port is not open: {port}"})
-
-
-async def body_of(receive: Receive) -> bytes:
-    """The whole body of a request."""
-    pieces = []
-    while True:
-        message = await receive()
-        pieces.append(bytes(message.get("body", b"")))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-async def answer(send: Send, status: int, value: Any = None) -> None:
-    """A JSON answer, or none with status 204."""
-    body = b"" if status == 204 else json.dumps(value).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+            await answer_json(send, 502, {"code": 502, "message": f"port is not open: {port}"})

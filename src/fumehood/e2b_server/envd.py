@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import posixpath
 import signal
 from collections.abc import AsyncIterator, Awaitable
@@ -24,7 +23,7 @@ from e2b.envd.process.process_connect import Process, ProcessASGIApplication
 from protobuf import Oneof
 from protobuf.wkt import Timestamp
 
-from fumehood.e2b_server.http import Receive, Scope, Send
+from fumehood.e2b_server.http import Receive, Scope, Send, answer, answer_json, body_of
 from fumehood.e2b_server.sandboxes import HOME, Box, inside
 from fumehood.errors import ClosedError, FileError, FumehoodError, PolicyError
 from fumehood.model import Command, Outcome
@@ -47,9 +46,9 @@ async def serve(box: Box, scope: Scope, receive: Receive, send: Send) -> None:
     elif path == "/files":
         await _contents(box, scope, receive, send)
     elif path == "/health":
-        await _plain(send, 204, b"")
+        await answer(send, 204)
     else:
-        await _plain(send, 404, b'{"code":404,"message":"not served here"}')
+        await answer(send, 404, b'{"code":404,"message":"not served here"}')
 
 
 # --- processes
@@ -247,22 +246,22 @@ async def _contents(box: Box, scope: Scope, receive: Receive, send: Send) -> Non
     try:
         path = inside(query["path"][0])
         if scope["method"] == "GET":
-            await _plain(
+            await answer(
                 send, 200, await box.sandbox.read_file(path, max_bytes=_FILES_MAX), b"application/octet-stream"
             )
             return
-        for name, data in _uploads(scope, await _body(receive), path):
+        for name, data in _uploads(scope, await body_of(receive), path):
             await box.sandbox.write_file(name, data)
     except FileError as error:
         status = {errno.ENOENT: 404, errno.ENOSPC: 507}.get(error.errno or 0, 400)
-        await _plain(send, status, json.dumps({"code": status, "message": error.message}).encode())
+        await answer_json(send, status, {"code": status, "message": error.message})
     except (PolicyError, KeyError, ValueError) as error:
-        await _plain(send, 400, json.dumps({"code": 400, "message": str(error)[:500]}).encode())
+        await answer_json(send, 400, {"code": 400, "message": str(error)[:500]})
     except ClosedError:
-        await _plain(send, 502, b'{"code":502,"message":"The sandbox was not found"}')
+        await answer(send, 502, b'{"code":502,"message":"The sandbox was not found"}')
     else:
         written = [{"name": posixpath.basename(path), "path": f"{HOME}/{path}", "type": "file"}]
-        await _plain(send, 200, json.dumps(written).encode())
+        await answer_json(send, 200, written)
 
 
 def _uploads(scope: Scope, body: bytes, path: str) -> list[tuple[str, bytes]]:
@@ -276,18 +275,3 @@ def _uploads(scope: Scope, body: bytes, path: str) -> list[tuple[str, bytes]]:
         raise ValueError("one file at a time, please")
     _, _, data = parts[0].partition(b"\r\n\r\n")
     return [(path, data.removesuffix(b"\r\n"))]
-
-
-async def _body(receive: Receive) -> bytes:
-    pieces = []
-    while True:
-        message = await receive()
-        pieces.append(bytes(message.get("body", b"")))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-async def _plain(send: Send, status: int, body: bytes, kind: bytes = b"application/json") -> None:
-    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

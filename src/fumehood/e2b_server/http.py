@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
@@ -44,6 +45,28 @@ async def listen(application: Application, *, host: str = "127.0.0.1", port: int
                 await writer.wait_closed()
 
     return await asyncio.start_server(connected, host, port, limit=_LINE_MAX)
+
+
+async def body_of(receive: Receive) -> bytes:
+    """The whole body of a request."""
+    pieces = []
+    while True:
+        message = await receive()
+        pieces.append(bytes(message.get("body", b"")))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def answer(send: Send, status: int, body: bytes = b"", kind: bytes = b"application/json") -> None:
+    """A whole answer at once."""
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def answer_json(send: Send, status: int, value: Any = None) -> None:
+    """The same with a JSON value, or with nothing if the status is 204."""
+    await answer(send, status, b"" if status == 204 else json.dumps(value).encode())
 
 
 class _Source:

@@ -13,7 +13,7 @@ import json
 import time
 from typing import Any
 
-from fumehood.e2b_server.http import Scope, Send
+from fumehood.e2b_server.http import Scope, Send, answer_json
 from fumehood.e2b_server.sandboxes import Box, inside
 from fumehood.errors import FumehoodError, PolicyError
 from fumehood.model import BINARY_MIME_TYPES, Code, Display, Outcome, Result
@@ -45,11 +45,11 @@ async def serve(box: Box, scope: Scope, body: bytes, send: Send) -> None:
         elif path == "/contexts" and method == "POST":
             await _context(box, values, send)
         elif path == "/health":
-            await _json(send, 200, {"status": "ok"})
+            await answer_json(send, 200, {"status": "ok"})
         else:
-            await _json(send, 404, {"message": f"{path} is not served here"})
+            await answer_json(send, 404, {"message": f"{path} is not served here"})
     except (ValueError, TypeError, KeyError, PolicyError) as error:
-        await _json(send, 400, {"message": str(error)[:500]})
+        await answer_json(send, 400, {"message": str(error)[:500]})
 
 
 async def _context(box: Box, values: dict[str, Any], send: Send) -> None:
@@ -60,7 +60,7 @@ async def _context(box: Box, values: dict[str, Any], send: Send) -> None:
         box.folder = "/".join(("/work", inside(cwd))).rstrip("/")
         async with box.turn:
             await box.sandbox.exec(_quiet(_CHDIR.format(box.folder)))
-    await _json(send, 200, {"id": _CONTEXT, "language": "python", "cwd": cwd})
+    await answer_json(send, 200, {"id": _CONTEXT, "language": "python", "cwd": cwd})
 
 
 async def _execute(box: Box, values: dict[str, Any], send: Send) -> None:
@@ -178,10 +178,3 @@ def _python(values: dict[str, Any]) -> None:
         raise ValueError(f"this interpreter speaks Python, not {language!r:.50}")
     if values.get("context_id") not in (None, _CONTEXT):
         raise ValueError("there is one context")
-
-
-async def _json(send: Send, status: int, value: Any) -> None:
-    body = json.dumps(value).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -14,7 +14,7 @@ import signal
 import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import e2b
 from e2b_code_interpreter import AsyncSandbox, Execution, ExecutionError
@@ -42,6 +42,8 @@ from fumehood.tier import RunningProgram, Sink, Stream
 from fumehood.tiers.e2b.errors import Phase, translate
 from fumehood.tiers.e2b.files import HOME, WORK, E2BFiles
 
+T = TypeVar("T")
+
 _SCRATCH = f"{HOME}/.fumehood"
 
 #: The SDK keeps all output of a cell; one that prints more than this past the limit is ended, whatever the policy's
@@ -65,6 +67,22 @@ _FORMS = {
     "pdf": "application/pdf",
     "json": "application/json",
 }
+
+
+async def _heeding(call: Coroutine[Any, Any, T]) -> T:
+    """What the call returns or raises, unless this task was cancelled meanwhile.
+
+    The SDK waits with asyncio.wait_for(), which before Python 3.12 can lose a cancellation (bpo-42130); the run would
+    then go on, and its caller wait for nothing.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 class _Ended(Exception):
@@ -170,7 +188,7 @@ class E2BSandbox(E2BFiles):
     async def _call(self, phase: Phase, call: Coroutine[Any, Any, Any]) -> Any:
         """What the SDK answers, its errors as ours."""
         try:
-            return await call
+            return await _heeding(call)
         except FumehoodError:
             raise
         except Exception as error:
@@ -232,6 +250,7 @@ class E2BSandbox(E2BFiles):
         self._interrupted = False
         work = self._cell(program, output) if cell else self._process(program, stdin, output)
         self._running = asyncio.ensure_future(work)
+        self._running.add_done_callback(lambda done: done.cancelled() or done.exception())  # not always awaited
         try:
             with self._at_work():
                 outcome, code = await self._judge(self._running, last)
@@ -392,7 +411,7 @@ class E2BSandbox(E2BFiles):
             return 1
         self._began.set_result(self._loop.time())
         try:
-            execution: Execution = await self._remote.run_code(
+            running = self._remote.run_code(
                 source,
                 context=self._context,
                 envs=dict(self._policy.env),
@@ -401,6 +420,7 @@ class E2BSandbox(E2BFiles):
                 on_stderr=lambda message: told("stderr", message.line),
                 on_result=shown,
             )
+            execution: Execution = await _heeding(running)
         except Exception as error:
             if sink_errors:
                 raise sink_errors[0] from None
