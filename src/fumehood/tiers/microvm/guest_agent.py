@@ -64,11 +64,16 @@ class GuestAgent(agent.Agent):
         header = {"id": 0, "kind": "code", "output_bytes": 0, "env_bytes": 0, "size": 0}
         self.direct = agent.Exec(header)  # all single runs, one after the other
         self.dry = False  # its pipes have been drained
+        #: The interpreter's end, while no general exec needs to see it close: the last one that closes an end pays for
+        #: its release, and in a single run that would be the interpreter, before the program.
+        self.kept: socket.socket | None = None
         self.polled: agent.Process | None = None  # whose descriptors the two pollers hold
         self.idle = self.running = select.poll()
 
     def rehearse(self) -> None:
+        kept, self.kept = self.kept, None  # the general rehearsal shall not let go of it
         super().rehearse()
+        self.kept = kept
         self.rehearsing = True
         head = HEAD.pack(0, 1 << 20, False, len("<rehearsal>"), 0)
         for _ in range(self.rehearsals):
@@ -175,8 +180,29 @@ class GuestAgent(agent.Agent):
         if sent < len(data):
             process.unsent = memoryview(data)[sent:]
 
+    def fork_interpreter(self) -> agent.Process:
+        """As every agent does, but that its end of the private socket is kept: see :attr:`kept`."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = self.fork(theirs.fileno(), ours)
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        ours.setblocking(False)
+        self.let_go()
+        self.kept = theirs
+        return process
+
+    def let_go(self) -> None:
+        """The interpreter alone has its end of the private socket from here on."""
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
+
     def hand_over(self, process: agent.Process, now: agent.Exec, env: bytes, helper: bytes, code: bytes) -> None:
         assert process.sock is not None
+        self.let_go()
         try:
             process.sock.send(_GENERAL)
         except OSError:
@@ -216,8 +242,9 @@ class GuestAgent(agent.Agent):
         _finish(self, now, status, dead)
         self.dry = False
         if now is self.direct and not dead and not self.rehearsing and self.interpreter is not None:
-            self.interpreter.close()  # upon which it exits
+            self.interpreter.close()
             self.interpreter = None
+            self.let_go()
 
     def drain(self) -> None:
         """What the direct run left in its pipes, as far as finish() would read it."""
@@ -251,8 +278,21 @@ def report_spent(control: int, peak: int, events: int, status: int, *, told: boo
 def install() -> None:
     """Have the agent of this process be ours, and its interpreters know the short way."""
     agent.Agent = GuestAgent  # type: ignore[misc]
+    give_way_once()
     take_requests()
     compile_tools()
+
+
+def give_way_once() -> None:
+    """Have what the agent forks run with no priority, whichever the agent itself has."""
+    pending = [True]
+
+    def give_way() -> None:
+        if pending[0]:
+            pending[0] = False  # a program's forks are its own
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+    os.register_at_fork(after_in_child=give_way)
 
 
 def take_requests() -> None:
@@ -328,7 +368,6 @@ def run_direct(private: Any, block: bytes) -> None:
     if os.getpid() == pid:  # and not a fork of the program's own that ran to the program's end
         _told[1], _told[0] = status, 1
         try:
-            os.nice(19)  # what exiting costs the kernel comes after the host has been told
             os.close(2)
         except OSError:
             pass  # the program has closed it

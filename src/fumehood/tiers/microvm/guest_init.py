@@ -80,6 +80,7 @@ INIT = "/init"
 FRESH = "fumehood-fresh-agent"
 LINE_MAX = 64 << 10
 UID = 1000
+AGENT_NICE = -10  # before the programs, whose end and output it tells
 WORK = "/work"
 SCRATCH = "/tmp"
 CGROUP = "/sys/fs/cgroup/programs"
@@ -301,7 +302,7 @@ def become_agent(port: int, control: int, tell: int) -> NoReturn:
     """Seal this process as a sandbox's first one, and serve."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setpriority(os.PRIO_PROCESS, 0, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, AGENT_NICE)
     write(f"{CGROUP}/cgroup.procs", "0")
     spent = [os.open(f"{CGROUP}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("memory.peak", "memory.events")]
     os.setsid()
