@@ -300,7 +300,7 @@ def _pss(pid: int) -> int:
 
 
 def test_many_runs_leave_nothing(private_tmp: Path) -> None:
-    count = int(os.environ.get("FUMEHOOD_MICROVM_RUNS", "12"))
+    count = int(os.environ.get("FUMEHOOD_MICROVM_RUNS", "200"))
 
     async def body(tier: MicrovmTier) -> None:
         await run(tier, "pass")
