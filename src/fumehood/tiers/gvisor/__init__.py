@@ -4,7 +4,8 @@ Theory of operation::
 
     supervisor ── control (SEQPACKET) ── launcher (P0, one for all sandboxes: waits, tells what was used)
         │                                   └ clone3: P1, PID 1 of its own PID and mount namespaces
-        └═ channel (frames) ══════════════════ P1 waits for a word, mounts the scratch, becomes `runsc run`
+        └═ channel (frames) ══════════════════ P1 waits for a word, mounts the scratch, becomes `runsc run`,
+                                               │  which waits until its bundle is complete (:mod:`.beginning`)
                                                    ├ gofer      (opens files for the sandbox)
                                                    └ sandbox    (the Sentry: a kernel in user space)
                                                         └ python3 -c bootstrap → the guest agent

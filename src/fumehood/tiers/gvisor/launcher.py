@@ -13,13 +13,14 @@ import array
 import json
 import os
 import select
+import signal
 import socket
 import sys
 
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.linux.cgroup import ENTER
-from fumehood.linux.libc import mount
+from fumehood.linux.libc import mount, prctl
 from fumehood.linux.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, make_private, tmpfs
 from fumehood.linux.namespaces import (
     CLONE_NEWIPC,
@@ -35,6 +36,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MESSAGE_MAX = 1 << 18
 _RIGHTS_MAX = 16
 _GO, _SEALED, _FAILED = b"G", b"S", b"F"  # the words of fumehood.enclosure
@@ -110,6 +112,7 @@ def _say(answer: socket.socket, message: dict[str, Any], *fds: int) -> None:
 def become_runsc(plan: dict[str, Any], channel: int, stderr: int, entries: list[int]) -> None:
     """Be P1. Never returns."""
     try:
+        prctl("PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, signal.SIGKILL)  # runsc waits long, and not for the channel's end
         if os.read(channel, 1) != _GO:
             os._exit(0)
         with socket.socket(fileno=os.dup(channel)) as end:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import json
 import os
 import re
-import secrets
-import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Coroutine
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from fumehood import environments
-from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import (
     ClosedError,
     FumehoodError,
@@ -26,7 +22,6 @@ from fumehood.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
@@ -37,13 +32,17 @@ from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
 from fumehood.tiers.container.ending import end_all
 from fumehood.tiers.gvisor import bundle, leftovers, library, runsc
+from fumehood.tiers.gvisor.beginning import Begun, GvisorEnclosure, begin, configure, overhead_tasks
 from fumehood.tiers.gvisor.runsc import Runsc
-from fumehood.tiers.gvisor.spawning import Launcher, Spawned
+from fumehood.tiers.gvisor.spawning import Launcher
 from fumehood.wire import Channel
 
 _READY_TIMEOUT_S = 60.0
 _TRY_TIMEOUT_S = 15.0
 _STARTS_PER_CPU = 2
+#: How long nothing may have started before the next sandbox is begun: longer than a caller in a row, or the end of a
+#: command that runs one program, takes.
+_AHEAD_AFTER_S = 0.02
 _NAMES = itertools.count(1)
 #: Threads of gofer and Sentry, which are processes of Go, beside what the guest's processes need.
 _RUNSC_TASKS = 256
@@ -78,6 +77,10 @@ class GvisorTier:
         self._hierarchy: Hierarchy | None = None
         self._live: set[GvisorEnclosure] = set()
         self._launcher = Launcher()
+        self._ahead: Begun | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._used: dict[GvisorEnclosure, Limits] = {}
         self._closings = 0
         self._swept = False
         self._opening = asyncio.Lock()
@@ -107,13 +110,59 @@ class GvisorTier:
                 remedy=probe.remedy or _build(self.image),
             )
         tree = await self._tree()
+        binds, version = _binds(policy, image)
         before = self._closings
         async with self._turns:
-            sandbox = await _create(policy, image, _Host.runsc(), _Host.platform, tree, self._live, self._launcher)
+            begun = await self._take(policy.limits, tree)
+            self._used[begun.enclosure] = policy.limits
+            sandbox = await _finish(begun, policy, image, binds, version, tree.hard if tree is not None else ())
         if self._closings != before:  # close() ended what was running then, and this was not yet
+            self._used.pop(begun.enclosure, None)
             await sandbox.close()
             raise ClosedError("the tier was closed while the sandbox started", tier=self.name)
         return sandbox
+
+    # --- what is made ahead (docs/decisions/0009-gvisor-half-ahead.md)
+
+    async def _take(self, limits: Limits, tree: Hierarchy | None) -> Begun:
+        """What waits for such a sandbox, or a new one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        begun, self._ahead = self._ahead, None
+        if begun is not None:
+            if begun.limits == limits and begun.enclosure.alive():
+                return begun
+            self._do(begun.discard())
+        return await self._begin(limits, tree)
+
+    async def _begin(self, limits: Limits, tree: Hierarchy | None) -> Begun:
+        begun = await begin(limits, _Host.runsc(), _Host.platform, tree, self._forgotten, self._launcher)
+        self._live.add(begun.enclosure)
+        return begun
+
+    def _forgotten(self, enclosure: GvisorEnclosure) -> None:
+        """A sandbox is gone. If nothing else starts soon, the next one is begun."""
+        self._live.discard(enclosure)
+        limits = self._used.pop(enclosure, None)
+        if limits is not None and self._ahead is None:
+            if self._timer is not None:
+                self._timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(limits)))
+
+    async def _make_ahead(self, limits: Limits) -> None:
+        closings = self._closings
+        with contextlib.suppress(StartError):  # whoever needs one is told
+            begun = await self._begin(limits, self._hierarchy)
+            if self._ahead is None and self._closings == closings:
+                self._ahead = begun
+            else:
+                await begun.discard()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _tree(self) -> Hierarchy | None:
         async with self._opening:
@@ -128,6 +177,13 @@ class GvisorTier:
     async def close(self) -> None:
         """End what runs, and remove this tier's cgroups. Idempotent."""
         self._closings += 1
+        self._used.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        begun, self._ahead = self._ahead, None
+        if begun is not None:
+            await begun.discard()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all(self._live)
         await in_thread(self._launcher.close)
         if self._hierarchy is not None:
@@ -135,160 +191,36 @@ class GvisorTier:
             await in_thread(tree.close)
 
 
-class GvisorEnclosure(PidfdEnclosure):
-    """A sandbox's processes, whoever waits for the first of them, and the bundle."""
-
-    def __init__(
-        self, first: Spawned, group: Cgroup | None, folder: str, forget: Callable[[GvisorEnclosure], object]
-    ) -> None:
-        super().__init__(first.pid, first.pidfd, group, cpu_after_death=first.used, forget=lambda: forget(self))
-        self._first = first
-        self._folder = folder
-        self._cleaned = False
-        self.stderr = -1
-
-    def lost_reason(self) -> str:
-        """What runsc wrote, or that it died."""
-        said = os.pread(self.stderr, 4096, 0).decode("utf-8", "replace").strip() if self.stderr >= 0 else ""
-        return f"runsc said: {said[-400:]}" if said else "runsc ended"
-
-    async def release(self) -> None:
-        """Remove the bundle as well."""
-        if self._cleaned:
-            return
-        self._cleaned = True
-        await super().release()
-        self._first.close()
-        os.close(self.stderr)
-        self.stderr = -1
-        await in_thread(remove_tree, self._folder)
-
-
-async def _create(
-    policy: Policy,
-    image: Image,
-    program: Runsc,
-    platform: str,
-    tree: Hierarchy | None,
-    live: set[GvisorEnclosure],
-    launcher: Launcher,
+async def _finish(
+    begun: Begun, policy: Policy, image: Image, binds: list[tuple[str, str]], version: str | None, hard: tuple[str, ...]
 ) -> GuestSandbox:
-    """One sandbox under ``platform``. Raises StartError, PolicyError; nothing is left then."""
-    hard = tree.hard if tree is not None else ()
-    binds, version = _binds(policy, image)
+    """The sandbox that ``begun`` becomes. Raises StartError; nothing is left then."""
+    enclosure, channel = begun.enclosure, begun.channel
     limits = policy.limits
     rlimits = bundle.rlimits(limits, hard)
-    folder = leftovers.make()
-    group: Cgroup | None = None
-    enclosure: GvisorEnclosure | None = None
-    ours, theirs = socket.socketpair()
-    stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
     try:
-        plan = _plan(folder, image, binds, limits, rlimits, program, platform)
-        group = _group(tree, limits)
-        entries = group.entries() if group is not None else []
+        configure(begun, str(image.rootfs), binds, rlimits)
+        enclosure.let_go_on()
+        message = payload.message(python=version, rlimits=rlimits, preload=policy.preload, library=library.of(image))
         try:
-            first = await launcher.spawn(plan, [theirs.fileno(), stderr, *entries])
-        finally:
-            theirs.close()
-            for entry in entries:
-                os.close(entry)
-        enclosure = GvisorEnclosure(first, group, folder, live.discard)
-        live.add(enclosure)
-        enclosure.stderr = os.dup(stderr)
-        if group is not None and not entries:
-            group.add(first.pid)
-        await handshake(ours, enclosure, tier="gvisor")
-        if group is not None and not group.holds(first.pid):
-            raise StartError("the sandbox is not in its cgroup", tier="gvisor")
-        await asyncio.get_running_loop().sock_sendall(
-            ours, payload.message(python=version, rlimits=rlimits, preload=policy.preload, library=library.of(image))
-        )
-        try:
-            report = await payload.report(ours, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
+            await asyncio.get_running_loop().sock_sendall(channel, message)
+            report = await payload.report(channel, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
         except StartError as error:
             raise StartError(f"{error.message}; {enclosure.lost_reason()}", tier="gvisor") from None
-        receipt = _receipt(policy, image, program, platform, group, hard, rlimits, report)
+        except OSError as error:
+            raise StartError(f"the sandbox was lost: {error}; {enclosure.lost_reason()}", tier="gvisor") from None
+        receipt = _receipt(policy, image, _Host.runsc(), _Host.platform, enclosure.group, hard, rlimits, report)
         if "memory" not in hard:
             enclosure.poll_memory(limits.memory_bytes)
-        fd = ours.detach()
+        fd = channel.detach()
         return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt, env=spec.ENV)
     except BaseException as error:
-        if enclosure is not None:
-            await asyncio.shield(enclosure.discard())
-        else:
-            if group is not None:
-                group.remove()
-            remove_tree(folder)
+        await asyncio.shield(enclosure.discard())
         if isinstance(error, OSError) and not isinstance(error, FumehoodError):
             raise StartError(f"the sandbox could not be set up: {error}", tier="gvisor") from None
         raise
     finally:
-        os.close(stderr)
-        ours.close()
-        theirs.close()
-
-
-def _plan(
-    folder: str,
-    image: Image,
-    binds: list[tuple[str, str]],
-    limits: Limits,
-    rlimits: dict[str, int],
-    program: Runsc,
-    platform: str,
-) -> dict[str, Any]:
-    """Write the bundle, and say what the launcher has to do."""
-    scratch = f"{folder}/scratch"
-    os.mkdir(scratch)
-    os.mkdir(f"{folder}/state")
-    root = os.geteuid() == 0
-    text = bundle.config(str(image.rootfs), scratch, binds, rlimits, bundle.guest_uid())
-    Path(folder, "config.json").write_text(json.dumps(text))
-    ident = f"fumehood-{secrets.token_hex(8)}"
-    return {
-        "root": root,
-        "folder": folder,
-        "scratch": scratch,
-        "folders": list(bundle.FOLDERS),
-        "uid": bundle.guest_uid(),
-        "disk_bytes": limits.disk_bytes,
-        "files": limits.files + len(bundle.FOLDERS) + 1,
-        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
-        "env": {
-            # No TMPDIR: the Sentry, as nobody, must reach it. It and the gofer begin with an empty environment;
-            # what starts them lives for a moment or waits, and needs no garbage collected before that is much.
-            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": folder,
-            "GOGC": "off",
-            "GOMEMLIMIT": "32MiB",
-        },
-    }
-
-
-def _overhead_tasks(limits: Limits) -> int:
-    """How many tasks of the host gVisor may need beyond the guest's own, which are counted inside (RLIMIT_NPROC).
-
-    On the platform ptrace every thread of the Sentry that runs guest code keeps a tracee of its own in every address
-    space that it ever ran (pkg/sentry/platform/ptrace/subprocess.go): 32 busy processes were seen to take 1050 tasks.
-    A Sentry that is refused one ends, and with it the sandbox. Each takes kernel memory, so the limit on memory
-    holds them as well.
-    """
-    return min(_RUNSC_TASKS + limits.pids * (limits.pids + 2), _TASKS_MAX)
-
-
-def _group(tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
-    if tree is None:
-        return None
-    try:
-        return tree.create(
-            f"g{next(_NAMES)}",
-            memory_bytes=limits.memory_bytes,
-            pids=limits.pids + _overhead_tasks(limits),
-            cpus=limits.cpus,
-        )
-    except OSError as error:
-        raise StartError(f"cannot make a cgroup: {error}", tier="gvisor") from None
+        channel.close()
 
 
 def _binds(policy: Policy, image: Image) -> tuple[list[tuple[str, str]], str | None]:
@@ -330,7 +262,7 @@ def _receipt(
     reading.take("read_only", True, "all but scratch", "runsc: the gofer serves the root read-only")
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
-    posture.cgroup_view(reading, found, limits, hard, overhead_pids=_overhead_tasks(limits))
+    posture.cgroup_view(reading, found, limits, hard, overhead_pids=overhead_tasks(limits))
     posture.common_view(reading, policy, rlimits, report, "cpu" in hard)
     system = os.uname()
     released = f", released {program.released}" if program.released else ""
@@ -424,9 +356,11 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
 
     async def attempt() -> None:
         launcher = Launcher()
+        policy = Policy()
         try:
             async with asyncio.timeout(_TRY_TIMEOUT_S):
-                sandbox = await _create(Policy(), image, program, platform, None, set(), launcher)
+                begun = await begin(policy.limits, program, platform, None, lambda _: None, launcher)
+                sandbox = await _finish(begun, policy, image, [], None, ())
             await sandbox.close()
         finally:
             launcher.close()
