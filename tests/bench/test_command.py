@@ -12,7 +12,9 @@ from support.needs import need_tier
 from fumehood import registry
 from fumehood.bench import command
 from fumehood.bench.command import PlainCommand, docker_flags, plain_command, podman_flags
-from fumehood.bench.figures import Spread, TierFigures
+from fumehood.bench.figures import Report, Spread, TierFigures
+from fumehood.bench.measure import Bench, Effort
+from fumehood.bench.report import text
 from fumehood.bench.targets import judge
 from fumehood.model import Policy
 from fumehood.tiers.container import spec
@@ -99,3 +101,22 @@ def test_containers_are_held_to_their_command() -> None:
     bad = TierFigures("docker", cold_to_command=of([1.11], [1.0]), warm_to_command=of([0.21], [1.0]))
     assert [verdict.met for verdict in judge(good)] == [True, True, None]
     assert [verdict.met for verdict in judge(bad)] == [False, False, None]
+
+
+def test_a_container_tier_takes_turns_with_its_command_and_the_jail() -> None:
+    need_tier("gvisor")
+
+    async def main() -> TierFigures:
+        bench = Bench(lambda: registry.make("gvisor"), Effort(rounds=2, rounds_min=2), lambda line: None)
+        await bench.cold()
+        return bench.figures
+
+    figures = asyncio.run(main())
+    assert figures.command_title.startswith("runsc run (") and figures.command is not None
+    assert figures.cold is not None and figures.cold_to_command is not None
+    assert figures.cold_to_command.p50 == pytest.approx(figures.cold.p50_ms / figures.command.p50_ms, rel=0.01)
+    if registry.make("jail").probe().available:
+        assert figures.jail["cold"].count == 2
+    machine = {"python": "3"}
+    found = text(Report(machine, "2026-01-02", "0", True, [figures], {}))
+    assert "the jail beside it, cold" in found and "cold as ratio to `runsc run" in found
