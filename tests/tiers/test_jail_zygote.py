@@ -56,6 +56,24 @@ def test_a_dead_zygote_is_replaced(tier: JailTier, private_tmp: Path, victim: st
     assert whole.left(private_tmp) == []
 
 
+def test_who_waits_to_hear_what_a_sandbox_used_is_told_that_nobody_knows_when_the_zygote_is_lost() -> None:
+    need_tier("jail")
+
+    async def main() -> None:
+        tier = JailTier(cgroups=False)
+        sandbox = await tier.create(Policy())
+        (zygote,) = tier._zygotes.values()
+        (ident,) = zygote._exits
+        waiting = asyncio.create_task(zygote.exited(ident))
+        await asyncio.sleep(0)
+        zygote._lose("the test says so")
+        assert await waiting is None
+        await sandbox.close()
+        await tier.close()
+
+    asyncio.run(main())
+
+
 def test_a_zygote_that_dies_under_a_run_is_an_unknown_outcome(tier: JailTier) -> None:
     async def main() -> None:
         async with AsyncRunner(tier=tier, policy=Policy(limits=Limits(wall_s=60))) as runner:

@@ -97,7 +97,7 @@ class Zygote:
         self._base = base
         self._next = 1
         self._spawning: dict[int, asyncio.Future[int]] = {}
-        self._exits: dict[int, asyncio.Future[float]] = {}
+        self._exits: dict[int, asyncio.Future[float | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.seccomp = str(ready.get("seccomp", ""))
         self.landlock = str(ready.get("landlock", ""))
@@ -162,7 +162,7 @@ class Zygote:
         """No more is asked about this sandbox."""
         future = self._exits.pop(ident, None)
         if future is not None and not future.done():
-            future.cancel()
+            future.set_result(None)  # a cancelled one would cancel who waits for it
 
     def _listen(self) -> None:
         fds: list[int] = []
@@ -223,7 +223,7 @@ class Zygote:
         self._spawning.clear()
         for exit_ in self._exits.values():
             if not exit_.done():
-                exit_.cancel()
+                exit_.set_result(None)
         self._exits.clear()
 
     def close(self) -> None:
