@@ -113,6 +113,35 @@ def test_v1_a_process_moves_itself_in_and_that_can_be_seen(tree: cgroup.Hierarch
         group.holds(child.pid)
 
 
+def test_v1_files_that_are_kept_open_say_the_same_and_are_closed_with_the_group(
+    tree: cgroup.Hierarchy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mine() -> int:
+        return sum(group.name in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd))
+
+    def exists(fd: str) -> bool:
+        return os.path.lexists(f"/proc/self/fd/{fd}")
+
+    group = limited(tree)
+    with program("x = bytearray(8 << 20)\nfor i in range(200_000): pass") as child:
+        group.add(child.pid)
+        monkeypatch.setattr(cgroup.resource, "getrlimit", lambda _: (0, 0))
+        group.keep_open()
+        assert mine() == 0  # not from the upper half of the table
+        monkeypatch.undo()
+        group.keep_open()
+        group.keep_open()
+        assert mine() == 2
+        before = group.cpu_s()
+        child.communicate(b"\n", timeout=60)
+    with_paths = cgroup.Cgroup(tree, group.name)
+    assert group.cpu_s() == with_paths.cpu_s() and (before or 0) < (group.cpu_s() or 0)
+    assert group.memory_peak_bytes() == with_paths.memory_peak_bytes() and (group.memory_peak_bytes() or 0) > 8 * MiB
+    assert group.remove(within_s=30) and mine() == 0
+    with pytest.raises(FileNotFoundError):
+        group.cpu_s()
+
+
 def test_v1_a_fork_beyond_the_pids_limit_fails_and_is_counted(tree: cgroup.Hierarchy) -> None:
     group = limited(tree, pids=4)
     code = """

@@ -25,6 +25,7 @@ import contextlib
 import errno
 import itertools
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -237,12 +238,13 @@ class Cgroup:
     Unless it says otherwise a method raises FileNotFoundError once the group was removed.
     """
 
-    __slots__ = ("_fd", "_tree", "name")
+    __slots__ = ("_fd", "_kept", "_tree", "name")
 
     def __init__(self, tree: Hierarchy, name: str) -> None:
         self.name = name
         self._tree = tree
         self._fd = -1
+        self._kept: dict[str, int] = {}  # descriptors of its files
 
     @property
     def hard(self) -> tuple[str, ...]:
@@ -323,14 +325,41 @@ class Cgroup:
             self._fd = os.open(self.name, flags, dir_fd=self._tree._branches[0].fd)
         return self._fd
 
+    def keep_open(self) -> None:
+        """Have the files of :meth:`cpu_s` and :meth:`memory_peak_bytes` open until :meth:`remove`.
+
+        Who reads them then looks up no path, which waits for whoever makes or removes a group anywhere. It takes two
+        descriptors, none of them from the upper half of this process's table: without room nothing changes.
+        """
+        tree = self._tree
+        v1 = tree.version == 1
+        peak = tree._memory if v1 or tree._has_peak else None
+        files = (
+            (tree._cpuacct, "cpuacct.usage" if v1 else "cpu.stat"),
+            (peak, "memory.max_usage_in_bytes" if v1 else "memory.peak"),
+        )
+        for branch, file in files:
+            if branch is None or file in self._kept:
+                continue
+            with contextlib.suppress(OSError):
+                fd = os.open(f"{self.name}/{file}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=branch.fd)
+                if fd < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+                    self._kept[file] = fd
+                else:
+                    os.close(fd)
+
+    def _read(self, branch: _Branch, file: str) -> bytes:
+        kept = self._kept.get(file)
+        return _get(branch.fd, f"{self.name}/{file}") if kept is None else os.pread(kept, 4096, 0)
+
     def cpu_s(self) -> float | None:
         """Processor seconds, user and system, of all processes that were ever in the group; None if not counted."""
         branch = self._tree._cpuacct
         if branch is None:
             return None
         if self._tree.version == 2:
-            return _field(_get(branch.fd, f"{self.name}/cpu.stat"), b"usage_usec") / 1e6
-        return int(_get(branch.fd, f"{self.name}/cpuacct.usage")) / 1e9
+            return _field(self._read(branch, "cpu.stat"), b"usage_usec") / 1e6
+        return int(self._read(branch, "cpuacct.usage")) / 1e9
 
     def memory_peak_bytes(self) -> int | None:
         """The most memory ever charged, files of a tmpfs and kernel memory included; None before Linux 5.19 on v2."""
@@ -338,8 +367,8 @@ class Cgroup:
         if branch is None:
             return None
         if self._tree.version == 1:
-            return int(_get(branch.fd, f"{self.name}/memory.max_usage_in_bytes"))
-        return int(_get(branch.fd, f"{self.name}/memory.peak")) if self._tree._has_peak else None
+            return int(self._read(branch, "memory.max_usage_in_bytes"))
+        return int(self._read(branch, "memory.peak")) if self._tree._has_peak else None
 
     def oom_kills(self) -> int:
         """Processes that the kernel killed because the group was out of memory; 0 without a memory controller."""
@@ -405,6 +434,8 @@ class Cgroup:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        while self._kept:
+            os.close(self._kept.popitem()[1])
         # A list, not a generator: one busy tree must not keep the others.
         return _until(lambda: all([_rmdir(branch.fd, self.name) for branch in self._tree._branches]), within_s)
 

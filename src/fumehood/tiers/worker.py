@@ -162,6 +162,7 @@ class WorkerHost:
             files = {n: f"{home}/{n}" if home else path for n, path in self.recipe.files.items()}
             await channel.send({"op": "configure", **configure, "files": files})
             await sandbox.ready(_READY_TIMEOUT_S)
+            enclosure.expect_usage()
         except BaseException as error:
             await asyncio.shield(sandbox.close())
             if isinstance(error, ChannelClosed):
