@@ -57,8 +57,8 @@ class MicrovmTier:
     """Tier ``microvm``.
 
     ``image`` is the name of a built image. ``fresh`` gives each sandbox an interpreter that was executed in it, with an
-    address layout and a hash seed of its own, for some 18 times the time without KVM. ``engine`` is the machine monitor; there
-    is one so far.
+    address layout and a hash seed of its own, for some 18 times the time without KVM. ``engine`` is the machine
+    monitor; there is one so far.
     """
 
     name = "microvm"
