@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from fumehood.attacks.stage import Stage
 
 #: How long the kernel may take to finish tearing down what was killed.
 PATIENCE_S = 3.0
+#: The part of a path that differs from one sandbox to the next: its owner's name and a random one.
+_BUNDLE = re.compile(r"(?<=/fumehood-gvisor-)[^/]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Residue:
     def _kinds(self) -> Counter[str]:
         """How many there are of each kind of process, descriptor and file, without numbers and random names."""
         kinds = Counter(f"process {comm}" for comm in self.comms)
-        kinds.update(f"descriptor {link.split(':')[0]}" for _, link in self.descriptors)
+        kinds.update(f"descriptor {_BUNDLE.sub('', link.split(':')[0])}" for _, link in self.descriptors)
         kinds.update(f"file in {os.path.dirname(path)}" for path in self.files)
         return kinds
 
