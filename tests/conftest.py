@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ from fumehood import registry
 from fumehood.model import Policy
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tier import Features
+
+# A shell has what it starts in the background ignore it, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=registry.names())
