@@ -22,12 +22,14 @@ from fumehood.errors import UnavailableError
 from fumehood.images import store
 from fumehood.images.engine import Word
 from fumehood.images.service import reach
+from fumehood.linux import cgroup
 from fumehood.model import Policy
 from fumehood.threads import in_thread
 from fumehood.tier import Tier
 from fumehood.tiers.container import owners, spec
 from fumehood.tiers.container.tier import Host, learn
 from fumehood.tiers.gvisor import bundle, runsc
+from fumehood.tiers.gvisor.beginning import overhead_tasks
 
 PYTHON = ("python3", "-I", "-c", "print(1)")
 _TIMEOUT_S = 60.0
@@ -40,15 +42,25 @@ class PlainCommand:
     title: str
     arguments: tuple[str, ...]
     note: str = ""  # what it cannot be asked for
+    entries: tuple[int, ...] = ()  # the ways into the control group that it runs in
     count: int = 0
 
     def once(self) -> float:
         """Run it to its end; the seconds that took. Raises RuntimeError with what it said."""
         self.count += 1
         arguments = [argument.replace("NAME", f"fumehood-bench-{self.count}") for argument in self.arguments]
+        if self.entries:
+            into = "".join(f"echo 0 >/proc/self/fd/{entry}; " for entry in self.entries)
+            arguments = ["/bin/sh", "-c", f'{into}exec "$@"', "sh", *arguments]
         began = time.perf_counter()
         done = subprocess.run(
-            arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            arguments,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            pass_fds=self.entries,
         )
         seconds = time.perf_counter() - began
         if done.stdout != "1\n":
@@ -69,8 +81,8 @@ async def plain_command(tier: Tier) -> AsyncIterator[PlainCommand | None]:
             profile.flush()
             yield await _of_engine(cast(Word, name), profile.name)
     elif name == "gvisor":
-        with tempfile.TemporaryDirectory(prefix="fumehood-bench-") as folder:
-            yield _of_runsc(folder, dict(tier.probe().details).get("platform", ""))
+        with tempfile.TemporaryDirectory(prefix="fumehood-bench-") as folder, _group() as entries:
+            yield _of_runsc(folder, dict(tier.probe().details).get("platform", ""), entries)
     else:
         yield None
 
@@ -177,7 +189,29 @@ def _podman_options(options: list[str]) -> str:
     return ",".join([*common, bounds.partition(",")[0]])
 
 
-def _of_runsc(folder: str, platform: str) -> PlainCommand:
+@contextlib.contextmanager
+def _group() -> Iterator[tuple[int, ...]]:
+    """A control group with the tier's limits: without one, a busy host would serve the command before the tier.
+
+    Nobody can enter by himself on v2, so there is none then.
+    """
+    found = cgroup.find()
+    if found.version != 1:
+        yield ()
+        return
+    limits = Policy().limits
+    with found.open(sweep=False) as tree:
+        pids = limits.pids + overhead_tasks(limits)
+        group = tree.create("plain", memory_bytes=limits.memory_bytes, pids=pids, cpus=limits.cpus)
+        entries = group.entries()
+        try:
+            yield tuple(entries)
+        finally:
+            for entry in entries:
+                os.close(entry)
+
+
+def _of_runsc(folder: str, platform: str, entries: tuple[int, ...]) -> PlainCommand:
     program, image = runsc.find(), store.find(store.DEFAULT_NAME)
     if program is None or image is None:
         raise UnavailableError("there is no runsc, or no image", tier="gvisor")
@@ -190,4 +224,5 @@ def _of_runsc(folder: str, platform: str) -> PlainCommand:
     Path(folder, "config.json").write_text(json.dumps(config))
     os.chmod(folder, 0o711)  # the Sentry, as nobody, must reach it
     arguments = runsc.command(program, platform, state=f"{folder}/state", bundle=folder, ident="NAME")
-    return PlainCommand("runsc run", tuple(arguments), "of the same bundle, without a control group")
+    where = "in a control group with the same limits" if entries else "without a control group"
+    return PlainCommand("runsc run", tuple(arguments), f"of the same bundle, {where}", entries)

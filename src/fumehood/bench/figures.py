@@ -42,6 +42,7 @@ class TierFigures:
     note: str = ""
     plain: Spread | None = None  # the plain process itself, whose p50 is 1
     cold: Spread | None = None  # run(): create, exec, close
+    on_demand: Spread | None = None  # the same where ``cold`` finds a sandbox made ahead and this does not
     warm: Spread | None = None  # the same from a full pool, callers that pause
     command: Spread | None = None  # the plain command of a container tier, as ratio to the plain process
     command_title: str = ""  # and what it is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -42,6 +43,7 @@ _BUDGET_COMPARED = 3  # of a latency that takes turns with a command, which is a
 _WARM = 4
 _OPEN_LOOP_WARM = 16
 _MEMORY_WARM = 8
+_MAKE_AHEAD = ("jail",)  # tiers whose next sandbox is made when a run like the one before is over
 _SEGMENT_S = 2.0  # of an open loop, then plain processes again
 _SATURATED = 0.7  # of the throughput; beyond it an open loop measures its own queue
 
@@ -85,6 +87,8 @@ class Bench:
         """
         figures = self.figures
         await self._figure("cold", self.cold)
+        if figures.tier in _MAKE_AHEAD:
+            await self._figure("on demand", self.on_demand)
         await self._figure("throughput", self.throughput)
         await self._figure("warm", self.warm)
         for rate in self.effort.rates:
@@ -127,6 +131,18 @@ class Bench:
             self.figures.cold = Spread.of(times, plain_s)
             self.figures.cold_to_command = self._compare("cold", beside, plain_s, times)
             await self._processor("cold", lambda: _good(runner))
+
+    async def on_demand(self) -> None:
+        """The same for a policy that the run before did not have, so that nothing was made ahead for it."""
+        tier = self.make()
+        limits = Limits()
+        policies = [Policy(limits=replace(limits, files=limits.files + more)) for more in (0, 1)]
+        async with contextlib.AsyncExitStack() as stack:
+            runners = [await stack.enter_async_context(AsyncRunner(tier=tier, policy=policy)) for policy in policies]
+            turns = itertools.cycle(runners)
+            await _good(next(turns))
+            plain_s, times = await self._rounds(lambda: _good(next(turns)))
+            self.figures.on_demand = Spread.of(times, plain_s)
 
     async def warm(self) -> None:
         """The same from a full pool, by a caller who pauses between two calls."""
@@ -171,8 +187,9 @@ class Bench:
         if beside.command is None:
             return None
         title, note = beside.command.title, beside.command.note
-        self.figures.command_title = f"{title} ({note})" if note else title
-        self.figures.command = Spread.of(beside.command_s, plain_s)
+        if self.figures.command is None:
+            self.figures.command_title = f"{title} ({note})" if note else title
+            self.figures.command = Spread.of(beside.command_s, plain_s)
         return Spread.of(times, beside.command_s)
 
     async def _rounds(

@@ -37,7 +37,7 @@ def text(report: Report) -> str:
 def _spreads(figures: TierFigures) -> list[tuple[str, str, str, str, str]]:
     named = [("plain process", figures.plain), (figures.command_title, figures.command)]
     named += [(f"the jail beside it, {name}", spread) for name, spread in figures.jail.items()]
-    named += [("cold", figures.cold), ("warm", figures.warm)]
+    named += [("cold", figures.cold), ("on demand", figures.on_demand), ("warm", figures.warm)]
     named += [(f"warm, {rate} a second", spread) for rate, spread in figures.open_loop.items()]
     named.append((f"first byte after {figures.first_byte_from}", figures.first_byte))
     named.append(("deadline to all dead", figures.kill))
