@@ -32,7 +32,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     found = json.loads(to_json.read_text())
     (jail,) = found["tiers"]
     assert found["quick"] and found["machine"]["processor"] and found["absent"] == {}
-    for name in ("plain", "cold", "warm", "first_byte", "kill"):
+    for name in ("plain", "cold", "on_demand", "warm", "first_byte", "kill"):
         assert 0 < jail[name]["p50_ms"] <= jail[name]["p90_ms"] <= jail[name]["p99_ms"], name
     assert jail["plain"]["p50"] == 1.0
     assert jail["first_byte_from"] == "printed"
