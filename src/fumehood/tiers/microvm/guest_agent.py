@@ -46,7 +46,6 @@ _DIRECT_NUMBER = 1
 #: What agent and interpreters share: whether the program of a single run has ended, and its exit code.
 _told = mmap.mmap(-1, mmap.PAGESIZE)
 
-
 # Called by their names: ``super()`` is code of its own.
 _forward, _finish = agent.Agent.forward, agent.Agent.finish
 
@@ -339,7 +338,7 @@ def run_direct(private: Any, block: bytes) -> None:
     """Run a single program and end with it; returns from the rehearsal only."""
     ident, _, _, name_bytes, env_bytes = HEAD.unpack_from(block)
     env_start = HEAD.size + name_bytes
-    name, env, code = block[HEAD.size : env_start].decode(), block[env_start : env_start + env_bytes], b""
+    name, env = block[HEAD.size : env_start].decode(), block[env_start : env_start + env_bytes]
     code = block[env_start + env_bytes :]
     rehearsal = ident == 0
     if env:
