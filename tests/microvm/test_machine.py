@@ -107,6 +107,23 @@ def test_a_sandbox_that_waited_has_the_hosts_clock() -> None:
     with_tier(body)
 
 
+def test_a_warm_single_run_finds_nothing_of_the_rehearsals() -> None:
+    program = """
+import os, sys
+print(sorted(n for n in globals() if n[0] != '_'), sorted(os.environ), os.listdir('/proc/self/fd'), os.nice(0))
+sys.exit(3)
+"""
+
+    async def body(tier: MicrovmTier) -> None:
+        sandbox = await tier.create_warm(PATIENT)
+        result = await sandbox.exec(Code(program), last=True)
+        assert result.stdout == "['os', 'sys'] ['LANG', 'PATH'] ['0', '1', '2', '3'] 0\n", result.stderr
+        assert (result.exit_code, result.usage.memory_peak_bytes or 0) > (3, 0)
+        await sandbox.close()
+
+    with_tier(body)
+
+
 def test_a_fresh_interpreter_has_a_layout_and_a_hash_seed_of_its_own() -> None:
     program = "print(hash('a string'), id(object()) >> 20)"
 
