@@ -24,7 +24,6 @@ from fumehood.errors import FumehoodError, StartError
 from fumehood.folders import remove_tree
 from fumehood.linux.cgroup import Cgroup, Hierarchy
 from fumehood.model import Limits
-from fumehood.threads import in_thread
 from fumehood.tiers.gvisor import bundle, leftovers, runsc
 from fumehood.tiers.gvisor.runsc import Runsc
 from fumehood.tiers.gvisor.spawning import Launcher, Spawned
@@ -36,7 +35,7 @@ _NAMES = itertools.count(1)
 
 
 class GvisorEnclosure(PidfdEnclosure):
-    """A sandbox's processes, whoever waits for the first of them, and the bundle."""
+    """A sandbox's processes, whoever waits for the first of them, and the bundle, which ``forget`` has to remove."""
 
     def __init__(
         self, first: Spawned, group: Cgroup | None, folder: str, forget: Callable[[GvisorEnclosure], object]
@@ -65,7 +64,7 @@ class GvisorEnclosure(PidfdEnclosure):
         return f"runsc said: {said[-400:]}" if said else "runsc ended"
 
     async def release(self) -> None:
-        """Remove the bundle as well."""
+        """Let go of what is the bundle's as well."""
         if self._cleaned:
             return
         self._cleaned = True
@@ -76,7 +75,6 @@ class GvisorEnclosure(PidfdEnclosure):
         self._first.close()
         os.close(self.stderr)
         self.stderr = -1
-        await in_thread(remove_tree, self.folder)
 
 
 @dataclass(frozen=True, slots=True)

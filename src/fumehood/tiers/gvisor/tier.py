@@ -22,6 +22,7 @@ from fumehood.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
@@ -141,8 +142,9 @@ class GvisorTier:
         return begun
 
     def _forgotten(self, enclosure: GvisorEnclosure) -> None:
-        """A sandbox is gone. If nothing else starts soon, the next one is begun."""
+        """A sandbox is gone, and its caller does not wait for its folder. If nothing starts soon, the next is begun."""
         self._live.discard(enclosure)
+        self._do(in_thread(remove_tree, enclosure.folder))
         limits = self._used.pop(enclosure, None)
         if limits is not None and self._ahead is None:
             if self._timer is not None:
@@ -185,6 +187,7 @@ class GvisorTier:
             await begun.discard()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all(self._live)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await in_thread(self._launcher.close)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
@@ -359,7 +362,9 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
         policy = Policy()
         try:
             async with asyncio.timeout(_TRY_TIMEOUT_S):
-                begun = await begin(policy.limits, program, platform, None, lambda _: None, launcher)
+                begun = await begin(
+                    policy.limits, program, platform, None, lambda gone: remove_tree(gone.folder), launcher
+                )
                 sandbox = await _finish(begun, policy, image, [], None, ())
             await sandbox.close()
         finally:
