@@ -83,6 +83,11 @@ def test_a_language_runtime_is_held_to_its_warm_run(tier: str, bound: float) -> 
         assert (verdict.target.bound, verdict.met) == (bound, kept)
 
 
+def test_a_microvm_is_held_to_what_an_emulated_one_costs() -> None:
+    verdicts = judge(TierFigures("microvm", cold=spread(14.9), warm=spread(1.01)))
+    assert [(v.target.bound, v.met) for v in verdicts[:2]] == [(15.0, True), (1.0, False)]
+
+
 def test_the_table_has_a_row_per_tier_and_a_dash_for_what_is_absent() -> None:
     bare = TierFigures("docker", plain=PLAIN, cold=spread(20.0))
     table = markdown(json.loads(json.dumps(report(jail(), bare).to_dict())))

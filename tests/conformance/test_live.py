@@ -225,6 +225,6 @@ class TestCommands:
         assert runner.run(Command(("printf", "%s", "a b\n☃"))).stdout == "a b\n☃"
 
     def test_a_command_has_the_environment_and_the_deadline(self, runner_factory: RunnerFactory) -> None:
-        runner = runner_factory(Policy(env={"A": "1"}, limits=Limits(wall_s=0.5)))
-        assert "A=1" in runner.run(Command(("env",))).stdout.split()
-        assert runner.run(Command(("sleep", "600"))).outcome is Outcome.WALL
+        assert "A=1" in runner_factory(Policy(env={"A": "1"})).run(Command(("env",))).stdout.split()
+        short = runner_factory(Policy(limits=Limits(wall_s=0.5)))
+        assert short.run(Command(("sleep", "600"))).outcome is Outcome.WALL

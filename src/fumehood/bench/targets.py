@@ -82,6 +82,12 @@ RUNTIMES = {
     "wasm": (Target("warm, median", "x", 4.0, True, lambda f: _of(f.warm, "p50")),),
 }
 
+#: What a machine of its own promises where its processor is emulated; for KVM there is no figure yet.
+MICROVM = (
+    Target("cold, emulated, median", "x", 15.0, True, lambda f: _of(f.cold, "p50")),
+    Target("warm, emulated, median", "x", 1.0, True, lambda f: _of(f.warm, "p50")),
+)
+
 #: For every tier with the guest: a program's output is with its caller this soon, in milliseconds.
 FIRST_BYTE_MS = 50.0
 
@@ -96,6 +102,6 @@ def judge(figures: TierFigures) -> list[Verdict]:
         # From the start on, where the guest's clock is another, it is not what is promised.
         lambda f: _of(f.first_byte, "p50_ms") if f.first_byte_from == "printed" else None,
     )
-    own = {"jail": JAIL, **dict.fromkeys(CONTAINERS, TO_COMMAND), **RUNTIMES}.get(figures.tier, ())
+    own = {"jail": JAIL, **dict.fromkeys(CONTAINERS, TO_COMMAND), **RUNTIMES, "microvm": MICROVM}.get(figures.tier, ())
     targets = (*own, first_byte)
     return [Verdict(target, target.read(figures)) for target in targets]
