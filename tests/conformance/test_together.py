@@ -118,7 +118,9 @@ def test_closing_an_asynchronous_runner_ends_what_runs(async_runner_factory: Fac
 
 
 def test_closing_a_runner_ends_what_other_threads_run(runner_factory: RunnerFactory, private_tmp: Path) -> None:
-    runner_factory().run("pass")
+    first = runner_factory()
+    first.run("pass")
+    first.close()  # so that it makes nothing ahead meanwhile
     before = Look.take(private_tmp)
     runner = runner_factory(Policy(limits=Limits(wall_s=30)))
     seen, ended = threading.Event(), []

@@ -207,19 +207,23 @@ print(sorted(os.listdir('/sys')), [l.split(':')[0].strip() for l in open('/proc/
     with_tier(body)
 
 
+#: What each may end as. The forks of an interpreter write some MiB each: whether they have them all, or time is over
+#: before, is for the machine to say.
 ENDS = {
-    "fork flood": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", Outcome.WALL),
-    "memory flood": ("b = []\nwhile True: b.append(b'x' * (1 << 20))", Outcome.MEMORY),
-    "stopped": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", Outcome.WALL),
-    "output flood": ("import os\nwhile True: os.write(1, b'x' * 65536)", Outcome.OUTPUT),
+    "fork flood": (
+        "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+        (Outcome.WALL, Outcome.MEMORY),
+    ),
+    "memory flood": ("b = []\nwhile True: b.append(b'x' * (1 << 20))", (Outcome.MEMORY,)),
+    "stopped": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", (Outcome.WALL,)),
+    "output flood": ("import os\nwhile True: os.write(1, b'x' * 65536)", (Outcome.OUTPUT,)),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_hostile_end_is_a_typed_outcome_in_time(name: str) -> None:
-    program, outcome = ENDS[name]
-    wall_s = 60 if outcome is Outcome.MEMORY else 8
-    # 64 forks of an interpreter write some 1 MiB each: in 64 MiB the fork flood ends for want of memory.
+    program, outcomes = ENDS[name]
+    wall_s = 60 if outcomes == (Outcome.MEMORY,) else 8
     limits = Limits(wall_s=wall_s, cpu_s=60, memory_bytes=256 * MiB, output_bytes=1 * MiB)
     policy = Policy(limits=limits, overflow="stop")
 
@@ -228,7 +232,7 @@ def test_a_hostile_end_is_a_typed_outcome_in_time(name: str) -> None:
         result = await sandbox.exec(Code(program), last=True)
         began = time.monotonic()
         await sandbox.close()
-        assert result.outcome is outcome and result.seconds <= policy.limits.wall_s + 0.5
+        assert result.outcome in outcomes and result.seconds <= policy.limits.wall_s + 0.5
         assert time.monotonic() - began < 5
 
     with_tier(body)
@@ -389,10 +393,15 @@ def test_cancelling_a_creation_leaves_nothing(private_tmp: Path) -> None:
             task = asyncio.ensure_future(tier.create(PATIENT))
             await asyncio.sleep(0.02 * step)
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert before.left(private_tmp) == []
+            try:
+                sandbox = await task
+            except asyncio.CancelledError:
+                cancelled.append(step)
+            else:  # it was there already
+                await sandbox.close()
+        assert before.left(private_tmp) == [] and cancelled
 
+    cancelled: list[int] = []
     with_tier(body)
 
 

@@ -13,8 +13,8 @@ from fumehood.tiers.jail.tier import AHEAD
 from . import e2b_endpoint
 
 #: What a sandbox that waits for its program takes, at most: agent and interpreter; its socket, pidfd and one more
-#: descriptor; a group in each of four trees of control groups.
-SEAT = {"processes": 2, "descriptors": 3, "mounts": 0, "cgroups": 4, "files": 0}
+#: descriptor; a group in each of four trees of control groups; a bundle's folder.
+SEAT = {"processes": 2, "descriptors": 3, "mounts": 0, "cgroups": 4, "files": 1}
 
 #: How long the kernel may take to finish tearing down what was killed.
 PATIENCE_S = 5.0
