@@ -183,7 +183,7 @@ for text in (
     ),
     _attack(
         "R13", "a huge power: one operation that looks at no clock",
-        "number = 7 ** 4_000_000",
+        "number = 7 ** 10_000_000",
         watch.outlived(), "CVE-2020-10735 class", limits=_WALL,
     ),
     _attack(
