@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import re
 import sys
@@ -44,10 +43,6 @@ _STARTS_PER_CPU = 2
 #: How long nothing may have started before the next sandbox is begun: longer than a caller in a row, or the end of a
 #: command that runs one program, takes.
 _AHEAD_AFTER_S = 0.02
-_NAMES = itertools.count(1)
-#: Threads of gofer and Sentry, which are processes of Go, beside what the guest's processes need.
-_RUNSC_TASKS = 256
-_TASKS_MAX = 16384
 #: Sentry, gofer and an idle guest take about 36 MiB together, which the limit on memory includes.
 MEMORY_BYTES_MIN = 64 << 20
 
