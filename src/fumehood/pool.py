@@ -124,6 +124,7 @@ class Pool:
         self._over: deque[_Lease] = deque()  # to be released by the keeper
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._keeper: asyncio.Task[None] | None = None
+        self._stirring: asyncio.TimerHandle | None = None  # the keeper will be told that a sandbox was taken
         self._closed = False
         self._counts = PoolMetrics()
 
@@ -156,21 +157,24 @@ class Pool:
         Raises as the wrapped tier does; PoolTimeoutError if the bounds left no room within ``wait_s``; PolicyError if
         they never can; ClosedError.
         """
+        shelf = self._shelf(policy)
+        sandbox = self._take(shelf) or await self._wait_for(shelf)
+        self._live += 1
+        return cast(Sandbox, _Lease(self, sandbox, policy))
+
+    async def _wait_for(self, shelf: _Shelf) -> Sandbox:
+        """Make room and a sandbox."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        shelf = self._shelf(policy)
         self._busy += 1
         try:
-            sandbox = self._take(shelf)
-            if sandbox is None:
-                sandbox = await self._make_room(shelf) or await self._make_cold(policy)
+            sandbox = await self._make_room(shelf) or await self._make_cold(shelf.policy)
         finally:
             self._rest()
         waited = loop.time() - began
         self._counts.wait_s += waited
         self._counts.wait_max_s = max(self._counts.wait_max_s, waited)
-        self._live += 1
-        return cast(Sandbox, _Lease(self, sandbox, policy))
+        return sandbox
 
     def begin(self, policy: Policy) -> None:
         """Have the keeper make warm sandboxes for ``policy`` beforehand. Raises ClosedError, PolicyError."""
@@ -199,6 +203,8 @@ class Pool:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(ClosedError("the pool is closed", tier=self.name))
+        if self._stirring is not None:
+            self._stirring.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait((self._keeper,))
@@ -237,13 +243,22 @@ class Pool:
         """The warm sandbox that was made last, whose pages are likeliest still in the processor's caches."""
         while shelf.ready:
             sandbox = shelf.ready.pop()
-            self._work.set()
+            self._stir_soon()
             if getattr(sandbox, "alive", True):
                 self._counts.warm += 1
                 return sandbox
             self._counts.dead += 1
             self._over.append(_Lease(self, sandbox, shelf.policy, over=True, counted=False))
         return None
+
+    def _stir_soon(self) -> None:
+        """Tell the keeper that a sandbox was taken, but not in the moment in which the one who took it uses it."""
+        if self._stirring is None:
+            self._stirring = asyncio.get_running_loop().call_later(SETTLE_S, self._stir)
+
+    def _stir(self) -> None:
+        self._stirring = None
+        self._work.set()
 
     def _has_room(self, policy: Policy) -> bool:
         return (self._live_max is None or self._held < self._live_max) and (

@@ -45,7 +45,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_decoder = json.JSONDecoder(parse_float=_refuse, parse_constant=_refuse)
+_decode = json.JSONDecoder(parse_float=_refuse, parse_constant=_refuse).raw_decode
 
 
 def encode(header: Header, body_bytes: int) -> bytes:
@@ -59,7 +59,10 @@ def encode(header: Header, body_bytes: int) -> bytes:
 def decode(head: bytes) -> Header:
     """A frame's header. Raises WireError."""
     try:
-        header = _decoder.decode(head.decode())
+        text = head.decode()
+        header, end = _decode(text)
+        if end != len(text):
+            raise ValueError("something after the object")
     except (ValueError, RecursionError) as error:
         raise WireError(f"a header that is not JSON: {error}"[:200]) from None
     if not isinstance(header, dict) or not isinstance(header.get("op"), str):

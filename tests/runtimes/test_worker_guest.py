@@ -49,6 +49,24 @@ class Printing(worker_guest.WorkerGuest):
 worker_guest.serve(Printing, int(sys.argv[1]), int(sys.argv[1]), ".")
 """
 
+#: A program tells its thread, and takes as long as it says.
+_TELLING = """
+import sys, threading, time
+from fumehood.tiers import worker_guest
+
+class Telling(worker_guest.WorkerGuest):
+    def prepare(self, configuration):
+        pass
+    def program(self, source, header, env, stdin, output):
+        output.text("stdout", str(threading.get_ident()))
+        output.text("stdout", stdin.decode())
+        if source:
+            time.sleep(float(source))
+        return {"status": 0, "lost": False}
+
+worker_guest.serve(Telling, int(sys.argv[1]), int(sys.argv[1]), ".")
+"""
+
 
 @contextlib.contextmanager
 def worker(code: str, configuration: Header, folder: object) -> Iterator[Stream]:
@@ -106,3 +124,46 @@ def test_an_interrupt_between_two_states_ends_the_next_program_before_it_begins(
             done = stream.receive()[0]
             assert done["op"] == "done" and done["id"] == ident
         assert (done["status"], done["lost"], done["out_bytes"]) == (EXIT_INTERRUPTED, False, 0)
+
+
+def test_short_programs_share_a_thread_and_their_output_comes_with_their_end(tmp_path: object) -> None:
+    with worker(_TELLING, {}, tmp_path) as stream:
+        threads = set()
+        together = 0
+        for ident in range(1, 40):
+            stream.send(request(ident))
+            header, body = stream.receive()
+            if header["op"] == "out":  # the machine had another thing to do for five milliseconds
+                assert stream.receive()[0]["op"] == "done"
+                continue
+            assert header["op"] == "done" and header["tail"] == "out" and header["out_bytes"] == len(body)
+            threads.add(body)
+            together += 1
+        assert together > 20
+        assert len(threads) < 3
+
+
+def test_frames_are_taken_while_a_program_runs_whatever_came_before(tmp_path: object) -> None:
+    with worker(_TELLING, {}, tmp_path) as stream:
+        for ident in range(1, 40):
+            stream.send(request(ident), b"0.004" if ident % 3 else b"0.05")
+            stream.send({"op": "list", "id": 1000 + ident, "count": 1})
+            got = [stream.receive()[0]["op"]]
+            while not {"done", "reply"} <= set(got):
+                got.append(stream.receive()[0]["op"])
+            if ident % 3 == 0:
+                assert got.index("reply") < got.index("done")
+
+
+def test_a_program_that_waits_for_its_input_has_it_at_once(tmp_path: object) -> None:
+    with worker(_TELLING, {}, tmp_path) as stream:
+        for ident in range(1, 40):
+            stream.send({**request(ident), "stdin": True})
+            assert stream.receive() == ({"op": "stdin", "id": ident}, b"")
+            stream.send({"op": "stdin", "more": False}, b"!")
+            body = b""
+            header: Header = {}
+            while header.get("op") != "done":
+                header, more = stream.receive()
+                body += more
+            assert body.endswith(b"!")

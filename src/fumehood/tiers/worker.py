@@ -9,9 +9,10 @@ A worker is trusted like the guest agent and speaks its frames (:mod:`fumehood.g
 the worker is killed from outside, whatever it does. The program reaches none of this: it has no system calls, only what
 the runtime gives it. What must break twice is the runtime and then the jail.
 
-Four things are added to the frames. The host's first is ``configure``; ``done`` may carry ``limit`` (the runtime ended
-the program for this outcome) and ``unsupported`` (what the program needs and the runtime lacks); and a program may call
-a host function: ``call`` from the worker, ``answer`` from the host, both with a JSON body.
+Five things are added to the frames. The host's first is ``configure``; ``done`` may carry ``limit`` (the runtime ended
+the program for this outcome), ``unsupported`` (what the program needs and the runtime lacks) and ``tail`` (its body is
+the last output, and this the operation that it would have had); and a program may call a host function: ``call`` from
+the worker, ``answer`` from the host, both with a JSON body.
 
 Where the host has no jail, the worker is a child process with rlimits, as the unprivileged user that runs the
 supervisor; the receipt then says so in its notes and its control ``jail`` is off.
@@ -43,6 +44,7 @@ from fumehood.linux import process
 from fumehood.model import Boundary, Control, Held, Limits, Outcome, Policy, Receipt, Result
 from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.threads import in_thread
+from fumehood.tier import Stream
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
 from fumehood.tiers.jail.tier import JailTier, drop_spare
@@ -62,6 +64,8 @@ _UID_COUNT = 0xFFFF
 #: Limits that the jail, or what stands in for it, holds for the runtime where the runtime does not itself.
 _LIMITS_AROUND = ("memory", "pids", "disk", "files", "cpu", "cpu_time")
 _IN_JAIL = Control("jail", Held.HARD, "the worker runs in the jail", "yes")
+#: Which stream a frame's output is of.
+_STREAMS: Mapping[str, Stream] = {"out": "stdout", "err": "stderr"}
 _LIMITS = {o.value: o for o in (Outcome.MEMORY, Outcome.CPU, Outcome.WALL, Outcome.OUTPUT)}
 
 
@@ -256,6 +260,9 @@ class WorkerSandbox(GuestSandbox):
                 run.imposed = _LIMITS[limit]
             if isinstance(unsupported, str):
                 self._lacking = unsupported[:_UNSUPPORTED_MAX]
+            tail = header.get("tail")
+            if isinstance(tail, str) and tail in _STREAMS:
+                self._take_output(run, _STREAMS[tail], body)
         super()._on_frame(header, body)
 
     # --- host functions

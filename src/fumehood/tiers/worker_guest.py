@@ -1,9 +1,10 @@
 """The inside of a worker: frames from the supervisor, files, and programs for a runtime that a subclass holds.
 
 Runs as the first process of a sandbox, in the jail where there is one (:mod:`fumehood.tiers.worker` is the other end).
-Two threads that are alike: one takes frames until there is an exec, leaves the frames to the other and runs it itself.
-So an interrupt, an answer, a file operation or the end of the stream does not wait for a program, and a program does
-not wait for a thread to wake up.
+Two threads that are alike: one takes frames until there is an exec, and runs it itself. If that takes longer than
+:data:`RELIEF_S`, or cannot go on without a frame, the other one takes the frames from then on, until it has an exec in
+its turn. So an interrupt, an answer, a file operation or the end of the stream does not wait for a program, and a short
+program wakes no thread: the alarm that would is set off before its time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import errno
 import json
 import os
 import queue
-import select
+import signal
 import socket
 import stat
 import threading
@@ -31,9 +32,13 @@ Job = tuple[Header, bytes]
 STDIN_MAX = 16 << 20
 _PIECE = 256 << 10
 
-#: What a program prints in its first moment goes out with its end, in one piece, if that comes as soon.
-_HOLD_S = 0.005
+#: How long a program has the only thread that is awake. What it prints meanwhile goes out with its end, in one piece,
+#: if that comes as soon.
+RELIEF_S = 0.005
 _HOLD_BYTES = 4096
+
+#: Blocked in every thread; the one that does not take frames waits for it.
+_ALARM = {signal.SIGALRM}
 
 #: A read asks for little until there is much: room for much comes fresh from the kernel each time, page by page.
 READ_BYTES_MIN = 8 << 10
@@ -42,6 +47,12 @@ READ_BYTES = 256 << 10
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().raw_decode
+
+
+def frame(header: Header, body: bytes | memoryview) -> bytes:
+    """The bytes of a frame."""
+    head = _encode(header).encode()
+    return b"".join((FRAME.pack(len(head), len(body)), head, body))
 
 
 class Stream:
@@ -53,7 +64,8 @@ class Stream:
         self._read_bytes = READ_BYTES_MIN
         self._inbox = bytearray()
         self._lock = threading.Lock()
-        self._held = b""  # to go out before what is sent next
+        self._held: list[tuple[str, int, bytes]] = []  # output to go out before what is sent next: operation, id, data
+        self._held_bytes = 0
         self.holding = False  # whether output may be held
         for fd in {read_fd, write_fd}:
             os.set_blocking(fd, True)
@@ -82,34 +94,55 @@ class Stream:
 
     def send(self, header: Header, body: bytes | memoryview = b"") -> None:
         """One frame, waiting until the supervisor takes it."""
-        head = _encode(header).encode()
         with self._lock:
-            self._write(b"".join((self._held, FRAME.pack(len(head), len(body)), head, body)))
+            self._write(self._frames_held(), header, body)
+
+    def send_done(self, header: Header) -> None:
+        """The last frame of an exec: output that is held goes with it, if all of it is of one stream."""
+        with self._lock:
+            if len(self._held) == 1:
+                ((operation, _, data),) = self._held
+                self._forget()
+                self._write(b"", {**header, "tail": operation}, data)
+            else:
+                self._write(self._frames_held(), header, b"")
 
     def send_output(self, operation: str, ident: int, data: bytes | memoryview) -> None:
         """A frame of output, which may be held until something else is sent or :meth:`let_go` is called."""
-        head = f'{{"op":"{operation}","id":{ident}}}'.encode()
         with self._lock:
-            frames = b"".join((self._held, FRAME.pack(len(head), len(data)), head, data))
-            if self.holding and len(frames) <= _HOLD_BYTES:
-                self._held = frames
-            else:
-                self._write(frames)
+            if not self.holding or self._held_bytes + len(data) > _HOLD_BYTES:
+                self._write(self._frames_held(), {"op": operation, "id": ident}, data)
+                return
+            held = bytes(data)
+            if self._held and self._held[-1][0] == operation:
+                held = self._held.pop()[2] + held
+            self._held.append((operation, ident, held))
+            self._held_bytes += len(data)
 
-    def _write(self, frames: bytes) -> None:
-        self._held = b""
+    def let_go(self) -> None:
+        """Send what is held, and hold no more."""
+        with self._lock:
+            self.holding = False
+            self._write_all(self._frames_held())
+
+    def _frames_held(self) -> bytes:
+        if not self._held:
+            return b""
+        frames = b"".join(frame({"op": operation, "id": ident}, data) for operation, ident, data in self._held)
+        self._forget()
+        return frames
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+
+    def _write(self, before: bytes, header: Header, body: bytes | memoryview) -> None:
+        self._write_all(before + frame(header, body))
+
+    def _write_all(self, frames: bytes) -> None:
         data = memoryview(frames)
         while data:
             data = data[os.write(self._write_fd, data) :]
-
-    def let_go(self) -> None:
-        """Send what is held, at the latest :data:`_HOLD_S` from now or with the next frame that comes; hold no more."""
-        if not self._inbox:
-            select.select((self._read_fd,), (), (), _HOLD_S)
-        with self._lock:
-            self.holding = False
-            if self._held:
-                self._write(self._held)
 
     @contextlib.contextmanager
     def diverted(self, fd: int) -> Iterator[None]:
@@ -168,8 +201,8 @@ class WorkerGuest:
         self._turn = threading.Lock()  # of what follows, between the two threads
         self._asked = False  # there is an exec, from its first frame to its end
         self._running = False  # the runtime has its program
-        self._frames = threading.Lock()  # held by the thread that takes frames
-        self._busy = False  # the other thread has an exec, or makes a fresh state after one
+        self._busy = False  # a thread has an exec, or makes a fresh state after one
+        self._relieved = False  # the other one takes frames meanwhile
         self._waiting: Job | None = None  # for the thread that is busy
         self._stdin: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._files = {
@@ -213,13 +246,14 @@ class WorkerGuest:
     def run(self) -> NoReturn:
         """Serve until the stream ends, which ends this process."""
         agent.make_undumpable()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ALARM)
         configuration, _ = self.stream.receive()
         self.prepare(configuration)
         if self.rehearsal:
             self._rehearse()
         threading.Thread(target=self._work, daemon=True).start()
         self.stream.send({"op": "ready", "version": VERSION, "pid": os.getpid()})
-        self._work()
+        self._work(takes=True)
 
     def _rehearse(self) -> None:
         """Go through an exec of ours, so that the first program does not pay for the pages that one writes to."""
@@ -230,19 +264,34 @@ class WorkerGuest:
             self._exec(*self._take())
             self._next()
 
-    def _work(self) -> NoReturn:
-        """One of the two threads."""
+    def _work(self, takes: bool = False) -> NoReturn:
+        """One of the two threads. ``takes``: it is the one that takes frames first."""
         try:
             while True:
-                with self._frames:
-                    job = self._take_or_end()
+                if not takes:
+                    self._wait_to_relieve()
+                job: Job | None = self._take_or_end()
                 while job is not None:
                     self._exec(*job)
-                    job = self._next()
+                    job, takes = self._next()
         except BaseException as error:
             give_up(self.stream, error)
 
-    def _take_or_end(self) -> Job | None:
+    def _wait_to_relieve(self) -> None:
+        """Until the thread that takes frames has been with an exec for a while, or needs a frame for it."""
+        while True:
+            signal.sigwait(_ALARM)
+            with self._turn:
+                if self._busy and not self._relieved:  # or else the alarm was for an exec that has ended
+                    self._relieved = True
+                    break
+        self.stream.let_go()
+
+    def need_frames(self) -> None:
+        """From a thread with an exec, which waits for a frame: the other one is to take them from now on."""
+        signal.setitimer(signal.ITIMER_REAL, 1e-6)
+
+    def _take_or_end(self) -> Job:
         try:
             return self._take()
         except (EOFError, OSError, ValueError):
@@ -251,8 +300,6 @@ class WorkerGuest:
     def _take(self) -> Job:
         """Serve frames until there is an exec for this thread: the other one is not running any."""
         while True:
-            if self.stream.holding:
-                self.stream.let_go()
             header, body = self.stream.receive()
             operation = header.get("op")
             if operation in self._files:
@@ -270,6 +317,7 @@ class WorkerGuest:
                 with self._turn:
                     if not self._busy:
                         self._busy = self.stream.holding = True
+                        signal.setitimer(signal.ITIMER_REAL, RELIEF_S)
                         return job
                     self._waiting = job  # the other thread makes a fresh state still, and takes it then
 
@@ -288,12 +336,16 @@ class WorkerGuest:
             pieces.append(body)
         return header, b"".join(pieces)
 
-    def _next(self) -> Job | None:
-        """After an exec: the one that has come meanwhile."""
+    def _next(self) -> tuple[Job | None, bool]:
+        """After an exec: the one that has come meanwhile; or whether this thread takes frames again."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         with self._turn:
             job, self._waiting = self._waiting, None
             self._busy = job is not None
-            return job
+            takes = not self._relieved
+            if not self._busy:
+                self._relieved = False
+            return job, takes
 
     def _exec(self, header: Header, payload: bytes) -> None:
         ident = header["id"]
@@ -306,7 +358,7 @@ class WorkerGuest:
         output = Output(self, header)
         done = self._run(source, header, env, stdin, output)
         counts = {"out_bytes": output.counts["stdout"], "err_bytes": output.counts["stderr"]}
-        self.stream.send({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
+        self.stream.send_done({"op": "done", "id": ident, "overflow": output.overflowed, **counts, **done})
         if done["lost"] and header.get("last") is not True:
             self.restore()
 
@@ -323,6 +375,7 @@ class WorkerGuest:
 
     def _whole_stdin(self, ident: int) -> bytes:
         data = bytearray()
+        self.need_frames()
         while True:
             self.stream.send({"op": "stdin", "id": ident})
             header, body = self._stdin.get()

@@ -26,8 +26,8 @@ from fumehood.tiers.worker_guest import Header, Output, Stream, WorkerGuest
 _TRACEBACK_MAX = 64 << 10
 _CRASHED = -signal.SIGKILL
 
-#: Monty's client looks for it three times in every run, in each folder of the path: here it is known to be absent.
-sys.modules["opentelemetry"] = None  # type: ignore[assignment]
+#: Monty's client imports it three times in every run: here it is known to be absent, without a search for it.
+sys.modules["opentelemetry"] = sys.modules["opentelemetry.context"] = None  # type: ignore[assignment]
 
 #: Modules that Monty lacks and that are nothing but constants, so that no code runs outside of it for them.
 MODULES = {
@@ -40,8 +40,9 @@ MODULES = {
 class Tools:
     """Host functions, called by frames: the program waits for the answer."""
 
-    def __init__(self, stream: Stream, names: list[str]) -> None:
+    def __init__(self, stream: Stream, names: list[str], need_frames: Callable[[], None]) -> None:
         self._stream = stream
+        self._need_frames = need_frames
         self._answers: queue.Queue[tuple[Header, bytes]] = queue.Queue()
         self._calls = 0
         self.ident = 0  # of the exec under way
@@ -57,6 +58,7 @@ class Tools:
             body = json.dumps({"name": name, "args": args, "kwargs": kwargs}, allow_nan=False).encode()
             if len(body) > BODY_MAX:
                 raise ValueError(f"the arguments of {name}() are longer than {BODY_MAX} bytes")
+            self._need_frames()
             self._stream.send({"op": "call", "id": self.ident, "call": self._calls}, body)
             while True:
                 header, answer = self._answers.get()
@@ -77,7 +79,7 @@ class InterpreterGuest(WorkerGuest):
 
     def prepare(self, configuration: Header) -> None:
         """See :class:`WorkerGuest`."""
-        self.tools = Tools(self.stream, configuration["tools"])
+        self.tools = Tools(self.stream, configuration["tools"], self.need_frames)
         self.answer = self.tools.answer  # type: ignore[method-assign]
         self.limits = pydantic_monty.ResourceLimits(
             max_memory=configuration["memory_bytes"], max_suspensions=configuration["suspensions"]
