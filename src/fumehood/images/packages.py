@@ -2,8 +2,8 @@
 
 apt resolves and downloads what the host's own sources offer, and checks signatures and hashes as ever; here the
 archives are only unpacked, with every path kept inside the new root. No maintainer script runs, so what those would
-do and Python needs is done here: the merged-/usr links, a few files of /etc, and the compiled standard library
-(a read-only root could not keep what each start would compile again).
+do and Python needs is done here: the merged-/usr links, a few files of /etc, the cache of the dynamic loader, and the
+compiled standard library (a read-only root could not keep what each start would compile again).
 """
 
 from __future__ import annotations
@@ -122,6 +122,20 @@ def compile_library(root: Path, progress: Progress) -> None:
     )
     env = {"PYTHONHOME": str(root / "usr"), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
     _run([*python, "-S", "-s", "-c", program, str(library), str(root)], progress, env=env)
+
+
+def index_libraries(root: Path, progress: Progress) -> None:
+    """Write the loader's cache, without which every start of a program looks for its libraries in forty folders.
+
+    Under gVisor that is 20 ms. The host's own ldconfig does it, where there is one. Raises StartError.
+    """
+    program = shutil.which("ldconfig", path="/usr/sbin:/sbin:/usr/bin")
+    if program is None:
+        progress("there is no ldconfig: programs of this image will start more slowly")
+        return
+    progress("indexing the libraries")
+    # -X: links are as their packages made them; -i: no second cache
+    _run([program, "-X", "-i", "-r", str(root)], progress, env={"PATH": "/usr/sbin:/usr/bin:/bin", "LC_ALL": "C"})
 
 
 def _unpack(archive: Path, root: Path) -> None:

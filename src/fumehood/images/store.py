@@ -8,9 +8,9 @@ The cache folder (:func:`fumehood.environments.cache_folder`) holds::
     images/building/                  where a build works; renamed only when complete
     images/lock                       held by the one builder at a time
 
-A digest is the SHA-256 of every package archive and of the environment put in, so two builds with the same digest
-hold the same files. A name that is moved to another digest leaves the old one on disk until :func:`remove` is called,
-for a sandbox may be using it.
+A digest is the SHA-256 of LAYOUT, of every package archive and of the environment put in, so two builds with the same
+digest hold the same files. A name that is moved to another digest leaves the old one on disk until :func:`remove` is
+called, for a sandbox may be using it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from fumehood.images.packages import Progress
 #: The image that a tier takes if none is named.
 DEFAULT_NAME = "python"
 
+#: Counts up when the same packages make another root.
+LAYOUT = 1
+
 _FOLDER = "images"
 
 
@@ -42,7 +45,7 @@ class Image:
 
     name: str
     rootfs: Path
-    digest: str  # SHA-256 over the package archives and the environment
+    digest: str  # SHA-256 over the layout, the package archives and the environment
     python: str  # "3.11"
     packages: tuple[str, ...]  # as they were asked for
     environment: str | None  # digest of the environment inside
@@ -85,11 +88,12 @@ def build(
     with shelf.locked(folder, progress), shelf.workshop(folder) as shop:
         try:
             archives = debian.download(wanted, shop / "archives", progress)
-            digest = shelf.digest_of(archives, tail=inside.digest.encode() if inside else b"")
+            digest = shelf.digest_of(archives, head=b"%d" % LAYOUT, tail=inside.digest.encode() if inside else b"")
             if not (folder / digest / "manifest.json").exists():
                 root = shop / "image" / "rootfs"
                 root.parent.mkdir()
                 debian.unpack(archives, root, progress)
+                debian.index_libraries(root, progress)
                 debian.compile_library(root, progress)
                 if inside is not None:
                     _put_in(root, inside)

@@ -6,7 +6,10 @@ Back go one byte when all of it is there, and a report: a length and JSON. Then 
 descriptors. Standard library only; imports as little as it can, for that costs each start.
 
 The library holds modules of the image's own standard library as the host has read them there: a boundary in which
-each file costs milliseconds is spared those. A module that it holds is the same in all that a program can see.
+each file costs milliseconds is spared those. A module that it holds is the same in all that a program can see. What is
+not needed for a start may come compressed, and then only where zlib is built in.
+
+``paths`` in the plan is what ``site`` would put on sys.path, where the host knows it and has left ``site`` out (-S).
 """
 
 import marshal
@@ -18,8 +21,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_machinery: "Any" = sys.modules["_frozen_importlib"]
-_external: "Any" = sys.modules["_frozen_importlib_external"]
+_modules: "dict[str, Any]" = sys.modules
+_machinery = _modules["_frozen_importlib"]
+_external = _modules["_frozen_importlib_external"]
 _LOCKS = "_ModuleLockManager", "_ImportLockContext"
 _LATER = "linecache", "traceback"
 
@@ -45,6 +49,7 @@ class Library:
 
     def __init__(self, modules: "dict[str, tuple[str, bool, bytes | None]]") -> None:
         self.modules = modules
+        self.calls = Calls()
         self.locks = {name: getattr(_machinery, name) for name in _LOCKS if hasattr(_machinery, name)}
         sys.meta_path.insert(0, self)
         for name in self.locks:
@@ -52,6 +57,8 @@ class Library:
         for name in _LATER:
             if name in modules:
                 self.load_later(name)
+        if "ctypes" in modules:
+            _modules["ctypes"] = self.calls
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
         """As a finder of sys.meta_path does."""
@@ -65,7 +72,11 @@ class Library:
 
             def get_code(_: str) -> object:
                 del loader.get_code
-                return marshal.loads(code)
+                if code[:1] != b"x":  # the first byte of what zlib made, and never of a code object
+                    return marshal.loads(code)
+                import zlib
+
+                return marshal.loads(zlib.decompress(code))
 
             loader.get_code = get_code
         folders = [file.rpartition("/")[0]] if package else None
@@ -92,6 +103,36 @@ class Library:
         """From here there may be threads. The modules stay to be found, as quickly as those that are loaded."""
         for name, lock in self.locks.items():
             setattr(_machinery, name, lock)
+        if _modules.get("ctypes") is self.calls:
+            del _modules["ctypes"]
+            self.calls.starting = False
+
+
+class Calls:
+    """In the place of ``ctypes`` for the agent, which looks one call up when it starts; ctypes itself from then on."""
+
+    starting = True
+
+    def __getattr__(self, name: str) -> object:
+        """While the agent starts, the C library, and nothing for types of arguments."""
+        if self.starting:
+            return CLibrary if name == "CDLL" else None
+        return getattr(__import__("ctypes"), name)
+
+
+class CLibrary:
+    """What ``ctypes.CDLL(None)`` would be. Its functions take and return ints."""
+
+    def __init__(self, name: None, use_errno: bool = False) -> None:
+        """Of errors nothing is kept."""
+
+    def __getattr__(self, name: str) -> object:
+        """The function of that name."""
+        import _ctypes
+
+        own: Any = None
+        address = _ctypes.dlsym(_ctypes.dlopen(own, 0), name)
+        return lambda *arguments: _ctypes.call_function(address, arguments)
 
 
 def take(size: int) -> bytearray:
@@ -109,6 +150,17 @@ def take(size: int) -> bytearray:
             os._exit(0)
         data += piece
     return data
+
+
+def be_site(paths: "list[str]") -> None:
+    """What is left of ``site`` where it was not run, and the host knows what it would have found."""
+    import site
+
+    site.ENABLE_USER_SITE = False
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    sys.path += paths
 
 
 def become_agent() -> None:
@@ -134,8 +186,9 @@ def become_agent() -> None:
             if resource.getrlimit(number) != (value, value):  # gVisor lets nobody set some, and sets them itself
                 resource.setrlimit(number, (value, value))
         rlimits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in plan["rlimits"]}
-        packages = f"/opt/env/lib/python{python}/site-packages"
-        if os.path.isdir(packages):
+        if plan["paths"] is not None:
+            be_site(plan["paths"])
+        elif os.path.isdir(packages := f"/opt/env/lib/python{python}/site-packages"):
             sys.path.append(packages)
         agent = type(sys)("fumehood.guest.agent")
         same = plan["magic"] == _external.MAGIC_NUMBER

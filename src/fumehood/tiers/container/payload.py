@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import json
 import marshal
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +36,14 @@ def bootstrap() -> str:
 
 
 @lru_cache(maxsize=1)
+def compiled_bootstrap() -> str:
+    """The same for a Python that reads the code objects of this one, and need not compile it."""
+    code = compile(bootstrap(), "<string>", "exec", dont_inherit=True, optimize=2)
+    text = base64.b64encode(marshal.dumps(code)).decode()
+    return f"import binascii, marshal; exec(marshal.loads(binascii.a2b_base64('{text}')))"
+
+
+@lru_cache(maxsize=1)
 def _agent() -> tuple[bytes, bytes]:
     source = (_PACKAGE / "guest/agent.py").read_bytes()
     return marshal.dumps(compile(source, "agent.py", "exec", dont_inherit=True)), source
@@ -56,16 +66,28 @@ _NO_LIBRARY = Library()
 
 
 def message(
-    *, python: str | None, rlimits: dict[str, int], preload: tuple[str, ...], library: Library = _NO_LIBRARY
+    *,
+    python: str | None,
+    rlimits: dict[str, int],
+    preload: tuple[str, ...],
+    library: Library = _NO_LIBRARY,
+    paths: Sequence[str] | None = None,
+    same_python: bool = False,
 ) -> bytes:
-    """The bytes to send. ``python`` is the version that the environment's packages are for, if there is one."""
+    """The bytes to send. ``python`` is the version that the environment's packages are for, if there is one.
+
+    ``paths``: see :mod:`.bootstrap`. ``same_python``: the Python inside is known to read the code objects of this one.
+    """
     code, source = _agent()
+    if same_python:
+        source = b""
     plan = {
         "magic": importlib.util.MAGIC_NUMBER,
         "library_magic": library.magic,
         "python": python,
         "rlimits": rlimits,
         "preload": list(preload),
+        "paths": None if paths is None else list(paths),
     }
     packed = marshal.dumps(plan, _MARSHAL)
     lengths = _LENGTHS.pack(len(packed), len(library.packed), len(code), len(source))

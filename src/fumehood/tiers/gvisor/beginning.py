@@ -1,14 +1,13 @@
-"""The half of a sandbox's start that needs no more of a policy than its limits, so that it can be made ahead.
+"""A sandbox up to the moment at which its guest would start, which is as far as it can be made ahead of a call.
 
-It ends with a runsc that has its control group, its namespaces and its scratch, and waits: the file that it opens for
-its log, before it reads the bundle's configuration, is a FIFO, and who opens one for writing waits for a reader
-(fifo(7)). Nothing of a guest exists then, no program is known, and what waits is a process of some 10 MiB.
+What is made ahead ends with a runsc that has its control group, its namespaces, its scratch, a gofer and a Sentry that
+has loaded nothing, and waits: a hook, which runsc runs before it has the container's program started, reads a line from
+a FIFO. No program is known then, and nothing of the guest exists. What is made on demand has no hook.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -22,15 +21,19 @@ from typing import Any
 from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import FumehoodError, StartError
 from fumehood.folders import remove_tree
+from fumehood.images.store import Image
 from fumehood.linux.cgroup import Cgroup, Hierarchy
 from fumehood.model import Limits
+from fumehood.threads import in_thread
 from fumehood.tiers.gvisor import bundle, leftovers, runsc
+from fumehood.tiers.gvisor.python import Start
 from fumehood.tiers.gvisor.runsc import Runsc
 from fumehood.tiers.gvisor.spawning import Launcher, Spawned
 
 #: Threads of gofer and Sentry, which are processes of Go, beside what the guest's processes need.
 _RUNSC_TASKS = 256
 _TASKS_MAX = 16384
+_GATE = "gate"
 _NAMES = itertools.count(1)
 
 
@@ -45,18 +48,13 @@ class GvisorEnclosure(PidfdEnclosure):
         self.folder = folder
         self._first = first
         self._cleaned = False
-        self._log = -1
+        self.gate = -1  # the FIFO; it holds what was written as long as it is open
         self.stderr = -1
 
     def let_go_on(self) -> None:
-        """End runsc's wait. What it logs from here on is read and thrown away. Raises OSError."""
-        self._log = os.open(f"{self.folder}/log", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._loop.add_reader(self._log, self._throw_away)
-
-    def _throw_away(self) -> None:
-        with contextlib.suppress(OSError):
-            if not os.read(self._log, 1 << 16):
-                self._loop.remove_reader(self._log)
+        """End the wait, if it waits or will. Raises OSError."""
+        if self.gate >= 0:
+            os.write(self.gate, b"\n")
 
     def lost_reason(self) -> str:
         """What runsc wrote, or that it died."""
@@ -68,20 +66,30 @@ class GvisorEnclosure(PidfdEnclosure):
         if self._cleaned:
             return
         self._cleaned = True
-        if self._log >= 0:
-            self._loop.remove_reader(self._log)
-            os.close(self._log)
         await super().release()
         self._first.close()
-        os.close(self.stderr)
-        self.stderr = -1
+        for fd in (self.gate, self.stderr):
+            if fd >= 0:
+                os.close(fd)
+        self.gate = self.stderr = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All of a policy that a sandbox needs before its guest starts. What was made for one is never used for another."""
+
+    limits: Limits
+    rlimits: dict[str, int]
+    image: Image
+    binds: tuple[tuple[str, str], ...]
+    start: Start
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What waits for :meth:`GvisorEnclosure.let_go_on`, its configuration written, with the channel to it."""
+    """A sandbox that starts its guest, or will after :meth:`GvisorEnclosure.let_go_on`, with the channel to it."""
 
-    limits: Limits
+    shape: Shape
     enclosure: GvisorEnclosure
     channel: socket.socket
 
@@ -92,22 +100,29 @@ class Begun:
 
 
 async def begin(
-    limits: Limits,
+    shape: Shape,
     program: Runsc,
     platform: str,
     tree: Hierarchy | None,
     forget: Callable[[GvisorEnclosure], object],
     launcher: Launcher,
+    *,
+    ahead: bool = False,
 ) -> Begun:
-    """A runsc that waits. Raises StartError; nothing is left then."""
+    """A sandbox; ``ahead``: its guest waits. Raises StartError; nothing is left then."""
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None
     folder = leftovers.make()
+    gate = -1
     ours, theirs = socket.socketpair()
     stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
     try:
-        plan = _plan(folder, limits, program, platform)
-        group = _group(tree, limits)
+        plan = _plan(folder, shape.limits, program, platform)
+        if ahead:
+            os.mkfifo(f"{folder}/{_GATE}", 0o600)
+            gate = os.open(f"{folder}/{_GATE}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        _configure(shape, folder, f"{folder}/{_GATE}" if ahead else "")
+        group = _group(tree, shape.limits)
         entries = group.entries() if group is not None else []
         try:
             first = await launcher.spawn(plan, [theirs.fileno(), stderr, *entries])
@@ -117,12 +132,13 @@ async def begin(
                 os.close(entry)
         enclosure = GvisorEnclosure(first, group, folder, forget)
         enclosure.stderr = os.dup(stderr)
+        enclosure.gate, gate = gate, -1
         if group is not None and not entries:
-            group.add(first.pid)
+            await in_thread(group.add, first.pid)  # it may wait for a grace period of the kernel's
         await handshake(ours, enclosure, tier="gvisor")
         if group is not None and not group.holds(first.pid):
             raise StartError("the sandbox is not in its cgroup", tier="gvisor")
-        return Begun(limits, enclosure, ours)
+        return Begun(shape, enclosure, ours)
     except BaseException as error:
         ours.close()  # P1 ends with it, where it is not known here yet
         if enclosure is not None:
@@ -135,14 +151,25 @@ async def begin(
             raise StartError(f"the sandbox could not be set up: {error}", tier="gvisor") from None
         raise
     finally:
+        if gate >= 0:
+            os.close(gate)
         os.close(stderr)
         theirs.close()
 
 
-def configure(begun: Begun, rootfs: str, binds: list[tuple[str, str]], rlimits: dict[str, int]) -> None:
+def _configure(shape: Shape, folder: str, gate: str) -> None:
     """Write the bundle's configuration. Raises OSError."""
-    folder = begun.enclosure.folder
-    text = bundle.config(rootfs, f"{folder}/scratch", binds, rlimits, bundle.guest_uid())
+    start = shape.start
+    text = bundle.config(
+        str(shape.image.rootfs),
+        f"{folder}/scratch",
+        shape.binds,
+        shape.rlimits,
+        bundle.guest_uid(),
+        start.arguments,
+        start.env,
+        gate,
+    )
     Path(folder, "config.json").write_text(json.dumps(text))
 
 
@@ -159,10 +186,9 @@ def overhead_tasks(limits: Limits) -> int:
 
 def _plan(folder: str, limits: Limits, program: Runsc, platform: str) -> dict[str, Any]:
     """Make the bundle's folders, and say what the launcher has to do."""
-    scratch, log = f"{folder}/scratch", f"{folder}/log"
+    scratch = f"{folder}/scratch"
     os.mkdir(scratch)
     os.mkdir(f"{folder}/state")
-    os.mkfifo(log, 0o600)
     ident = f"fumehood-{secrets.token_hex(8)}"
     return {
         "root": os.geteuid() == 0,
@@ -172,7 +198,7 @@ def _plan(folder: str, limits: Limits, program: Runsc, platform: str) -> dict[st
         "uid": bundle.guest_uid(),
         "disk_bytes": limits.disk_bytes,
         "files": limits.files + len(bundle.FOLDERS) + 1,
-        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident, log=log),
+        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
         "env": {
             # No TMPDIR: the Sentry, as nobody, must reach it. It and the gofer begin with an empty environment;
             # what starts them lives for a moment or waits, and needs no garbage collected before that is much.

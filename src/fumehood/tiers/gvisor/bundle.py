@@ -6,15 +6,17 @@ Format: https://github.com/opencontainers/runtime-spec/blob/main/config.md.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from fumehood.model import Limits
-from fumehood.tiers.container import payload, profile, spec
+from fumehood.tiers.container import profile, spec
 from fumehood.tiers.container.spec import ENV, HOSTNAME, SHM, TMP, WORK
 
 #: Folders of the scratch and where they are seen; the work folder first.
 FOLDERS = {"work": WORK, "tmp": TMP, "shm": SHM}
 _UID = 1000
+_SHELL = "/bin/sh"  # of this host
 
 
 def guest_uid() -> int:
@@ -39,18 +41,33 @@ def _seccomp() -> dict[str, Any]:
     return made | {"syscalls": [*rules, {"names": ["clone3", "pselect"], "action": "SCMP_ACT_ALLOW"}]}
 
 
+def _wait_at(gate: str) -> dict[str, Any]:
+    """runsc goes on when this has ended."""
+    return {"path": _SHELL, "args": ["sh", "-c", 'read _ <"$1"', "sh", gate]}
+
+
 def config(
-    rootfs: str, scratch: str, binds: list[tuple[str, str]], rlimits: dict[str, int], uid: int
+    rootfs: str,
+    scratch: str,
+    binds: Sequence[tuple[str, str]],
+    rlimits: dict[str, int],
+    uid: int,
+    arguments: Sequence[str] = (),
+    env: Sequence[str] = (),
+    gate: str = "",
 ) -> dict[str, Any]:
-    """``config.json``: no capability, no network, nothing writable but the scratch."""
+    """``config.json``: no capability, no network, nothing writable but the scratch.
+
+    ``gate`` is a FIFO of this host: ``arguments`` are not started before somebody has written a line to it.
+    """
     writable = ["rbind", "rw", "nosuid", "nodev"]
     return {
         "ociVersion": "1.0.2",
         "process": {
             "terminal": False,
             "user": {"uid": uid, "gid": uid},
-            "args": ["python3", "-I", "-c", payload.bootstrap()],
-            "env": [f"{name}={value}" for name, value in ENV.items()],
+            "args": list(arguments),
+            "env": [*(f"{name}={value}" for name, value in ENV.items()), *env],
             "cwd": WORK,
             "capabilities": {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")},
             "rlimits": [{"type": f"RLIMIT_{n}", "soft": value, "hard": value} for n, value in rlimits.items()],
@@ -73,4 +90,5 @@ def config(
             "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
             "seccomp": _seccomp(),
         },
+        **({"hooks": {"prestart": [_wait_at(gate)]}} if gate else {}),
     }

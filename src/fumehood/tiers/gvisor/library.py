@@ -8,6 +8,7 @@ not there, the sandbox's Python finds by itself.
 from __future__ import annotations
 
 import os
+import zlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +23,8 @@ _MODULES = """
     json.encoder json.scanner keyword linecache operator re re._casefix re._compiler re._constants re._parser reprlib
     struct textwrap token tokenize traceback types
 """
+#: Those of them that a start runs; the others are sent compressed.
+_FIRST = "__future__ struct types"
 _SHARED_OBJECTS = "_ctypes _json _socket array math resource select"
 
 _HEAD_BYTES = 16  # of a .pyc: magic, flags, and the source's mtime and size or hash (PEP 552)
@@ -35,14 +38,16 @@ def of(image: Image) -> payload.Library:
     folder = Path(f"{image.rootfs}{inside}")
     tag = f"cpython-{image.python.replace('.', '')}"
     modules: dict[str, tuple[str, bool, bytes | None]] = {}
+    built_in = (folder / "lib-dynload").is_dir() and not any((folder / "lib-dynload").glob("zlib.*"))
     magic = b""
     for name in _MODULES.split():
         path = name.replace(".", "/")
         for file, package in ((f"{path}/__init__.py", True), (f"{path}.py", False)):
             found = _compiled(folder / file, tag)
             if found is not None and magic in (b"", found[0]):
-                magic = found[0]
-                modules[name] = f"{inside}/{file}", package, found[1]
+                magic, code = found
+                wait = built_in and name not in _FIRST.split()
+                modules[name] = f"{inside}/{file}", package, zlib.compress(code, 9) if wait else code
                 break
     for name in _SHARED_OBJECTS.split():
         for found_so in (folder / "lib-dynload").glob(f"{name}.{tag}-*.so"):

@@ -48,7 +48,7 @@ def platforms() -> tuple[str, ...]:
     return (named,) if named else PLATFORMS
 
 
-def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str, log: str = "/dev/null") -> list[str]:
+def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str) -> list[str]:
     """The command line of a sandbox. It holds no code and no secret.
 
     ``--ignore-cgroups``: the cgroup is ours and made already. ``--oci-seccomp``: the Sentry filters the guest's calls
@@ -64,7 +64,7 @@ def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str,
         *(["--rootless"] if os.geteuid() else []),
         "--oci-seccomp",
         "--file-access-mounts=exclusive",
-        f"--log={log}",
+        "--log=/dev/null",
         "run",
         f"--bundle={bundle}",
         ident,

@@ -25,14 +25,14 @@ from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
-from fumehood.model import Boundary, Limits, Policy, Receipt
+from fumehood.model import Boundary, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
 from fumehood.tiers.container import payload, posture, spec
 from fumehood.tiers.container.ending import end_all
-from fumehood.tiers.gvisor import bundle, leftovers, library, runsc
-from fumehood.tiers.gvisor.beginning import Begun, GvisorEnclosure, begin, configure, overhead_tasks
+from fumehood.tiers.gvisor import bundle, leftovers, library, python, runsc
+from fumehood.tiers.gvisor.beginning import Begun, GvisorEnclosure, Shape, begin, overhead_tasks
 from fumehood.tiers.gvisor.runsc import Runsc
 from fumehood.tiers.gvisor.spawning import Launcher
 from fumehood.wire import Channel
@@ -76,7 +76,7 @@ class GvisorTier:
         self._ahead: Begun | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._used: dict[GvisorEnclosure, Limits] = {}
+        self._used: dict[GvisorEnclosure, Shape] = {}
         self._closings = 0
         self._swept = False
         self._opening = asyncio.Lock()
@@ -108,10 +108,12 @@ class GvisorTier:
         tree = await self._tree()
         binds, version = _binds(policy, image)
         before = self._closings
+        shape = _shape(policy, image, binds, version, tree)
         async with self._turns:
-            begun = await self._take(policy.limits, tree)
-            self._used[begun.enclosure] = policy.limits
-            sandbox = await _finish(begun, policy, image, binds, version, tree.hard if tree is not None else ())
+            begun = await self._take(shape, tree)
+            if not policy.mounts:  # the host may put another folder in the place of one meanwhile
+                self._used[begun.enclosure] = shape
+            sandbox = await _finish(begun, policy, version, tree.hard if tree is not None else ())
         if self._closings != before:  # close() ended what was running then, and this was not yet
             self._used.pop(begun.enclosure, None)
             await sandbox.close()
@@ -120,19 +122,20 @@ class GvisorTier:
 
     # --- what is made ahead (docs/decisions/0009-gvisor-half-ahead.md)
 
-    async def _take(self, limits: Limits, tree: Hierarchy | None) -> Begun:
+    async def _take(self, shape: Shape, tree: Hierarchy | None) -> Begun:
         """What waits for such a sandbox, or a new one."""
         if self._timer is not None:
             self._timer.cancel()
         begun, self._ahead = self._ahead, None
         if begun is not None:
-            if begun.limits == limits and begun.enclosure.alive():
+            if begun.shape == shape and begun.enclosure.alive():
                 return begun
             self._do(begun.discard())
-        return await self._begin(limits, tree)
+        return await self._begin(shape, tree)
 
-    async def _begin(self, limits: Limits, tree: Hierarchy | None) -> Begun:
-        begun = await begin(limits, _Host.runsc(), _Host.platform, tree, self._forgotten, self._launcher)
+    async def _begin(self, shape: Shape, tree: Hierarchy | None, *, ahead: bool = False) -> Begun:
+        program, platform = _Host.runsc(), _Host.platform
+        begun = await begin(shape, program, platform, tree, self._forgotten, self._launcher, ahead=ahead)
         self._live.add(begun.enclosure)
         return begun
 
@@ -140,17 +143,17 @@ class GvisorTier:
         """A sandbox is gone, and its caller does not wait for its folder. If nothing starts soon, the next is begun."""
         self._live.discard(enclosure)
         self._do(in_thread(remove_tree, enclosure.folder))
-        limits = self._used.pop(enclosure, None)
-        if limits is not None and self._ahead is None:
+        shape = self._used.pop(enclosure, None)
+        if shape is not None and self._ahead is None:
             if self._timer is not None:
                 self._timer.cancel()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(limits)))
+            self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(shape)))
 
-    async def _make_ahead(self, limits: Limits) -> None:
+    async def _make_ahead(self, shape: Shape) -> None:
         closings = self._closings
         with contextlib.suppress(StartError):  # whoever needs one is told
-            begun = await self._begin(limits, self._hierarchy)
+            begun = await self._begin(shape, self._hierarchy, ahead=True)
             if self._ahead is None and self._closings == closings:
                 self._ahead = begun
             else:
@@ -189,17 +192,28 @@ class GvisorTier:
             await in_thread(tree.close)
 
 
-async def _finish(
-    begun: Begun, policy: Policy, image: Image, binds: list[tuple[str, str]], version: str | None, hard: tuple[str, ...]
-) -> GuestSandbox:
+def _shape(
+    policy: Policy, image: Image, binds: list[tuple[str, str]], version: str | None, tree: Hierarchy | None
+) -> Shape:
+    hard = tree.hard if tree is not None else ()
+    magic = library.of(image).magic
+    start = python.of(image, magic, mounts=bool(policy.mounts), environment=version is not None)
+    return Shape(policy.limits, bundle.rlimits(policy.limits, hard), image, tuple(binds), start)
+
+
+async def _finish(begun: Begun, policy: Policy, version: str | None, hard: tuple[str, ...]) -> GuestSandbox:
     """The sandbox that ``begun`` becomes. Raises StartError; nothing is left then."""
-    enclosure, channel = begun.enclosure, begun.channel
-    limits = policy.limits
-    rlimits = bundle.rlimits(limits, hard)
+    enclosure, channel, shape = begun.enclosure, begun.channel, begun.shape
     try:
-        configure(begun, str(image.rootfs), binds, rlimits)
         enclosure.let_go_on()
-        message = payload.message(python=version, rlimits=rlimits, preload=policy.preload, library=library.of(image))
+        message = payload.message(
+            python=version,
+            rlimits=shape.rlimits,
+            preload=policy.preload,
+            library=library.of(shape.image),
+            paths=shape.start.paths,
+            same_python=shape.start.same_python,
+        )
         try:
             await asyncio.get_running_loop().sock_sendall(channel, message)
             report = await payload.report(channel, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
@@ -207,9 +221,9 @@ async def _finish(
             raise StartError(f"{error.message}; {enclosure.lost_reason()}", tier="gvisor") from None
         except OSError as error:
             raise StartError(f"the sandbox was lost: {error}; {enclosure.lost_reason()}", tier="gvisor") from None
-        receipt = _receipt(policy, image, _Host.runsc(), _Host.platform, enclosure.group, hard, rlimits, report)
+        receipt = _receipt(policy, shape, _Host.runsc(), _Host.platform, enclosure.group, hard, report)
         if "memory" not in hard:
-            enclosure.poll_memory(limits.memory_bytes)
+            enclosure.poll_memory(policy.limits.memory_bytes)
         fd = channel.detach()
         return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt, env=spec.ENV)
     except BaseException as error:
@@ -239,16 +253,15 @@ def _binds(policy: Policy, image: Image) -> tuple[list[tuple[str, str]], str | N
 
 def _receipt(
     policy: Policy,
-    image: Image,
+    shape: Shape,
     program: Runsc,
     platform: str,
     group: Cgroup | None,
     hard: tuple[str, ...],
-    rlimits: dict[str, int],
     report: dict[str, Any],
 ) -> Receipt:
     reading = posture.Reading("gvisor")
-    limits = policy.limits
+    limits, image = policy.limits, shape.image
     found = group.read_back() if group is not None else {}
     reading.take("runtime", True, f"runsc {program.version}", program.path)
     reading.take("platform", True, platform, "the first that works here")
@@ -261,7 +274,7 @@ def _receipt(
     reading.take("disk", True, limits.disk_bytes, "size of one tmpfs of the host's kernel")
     reading.take("files", True, limits.files, "inodes of that tmpfs")
     posture.cgroup_view(reading, found, limits, hard, overhead_pids=overhead_tasks(limits))
-    posture.common_view(reading, policy, rlimits, report, "cpu" in hard)
+    posture.common_view(reading, policy, shape.rlimits, report, "cpu" in hard)
     system = os.uname()
     released = f", released {program.released}" if program.released else ""
     host = f"runsc {program.version}{released} on {system.sysname} {system.release} {system.machine}"
@@ -357,10 +370,9 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
         policy = Policy()
         try:
             async with asyncio.timeout(_TRY_TIMEOUT_S):
-                begun = await begin(
-                    policy.limits, program, platform, None, lambda gone: remove_tree(gone.folder), launcher
-                )
-                sandbox = await _finish(begun, policy, image, [], None, ())
+                shape = _shape(policy, image, [], None, None)
+                begun = await begin(shape, program, platform, None, lambda gone: remove_tree(gone.folder), launcher)
+                sandbox = await _finish(begun, policy, None, ())
             await sandbox.close()
         finally:
             launcher.close()
