@@ -24,7 +24,8 @@ if [ ! -x .venv/bin/pip ]; then
   if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
       echo "setup: installing python3-venv"
-      apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null
+      apt() { apt-get -qq -o DPkg::Lock::Timeout=300 "$@" >/dev/null; } # another may be installing as well
+      apt update && apt install -y python3-venv
     else
       echo "setup: $python cannot make virtual environments; install python3-venv" >&2
       exit 1

@@ -18,6 +18,7 @@ import pytest
 from support import e2b_endpoint
 from support.needs import RunnerFactory, need_tier
 from support.not_applicable import reason_for
+from support.residue import own_folder
 
 from fumehood import registry
 from fumehood.model import Policy
@@ -27,6 +28,15 @@ from fumehood.tier import Features
 # A shell has what it starts in the background ignore it, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The suite's own temporary files lie elsewhere, and are kept."""
+    tmp_path_factory.getbasetemp()
+    with own_folder():
+        yield
+        e2b_endpoint.stop()
 
 
 @pytest.fixture(params=registry.names())
@@ -119,8 +129,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = reason_for(str(tier), item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
-
-
-def pytest_sessionfinish() -> None:
-    """Stop the service that tests may have started."""
-    e2b_endpoint.stop()

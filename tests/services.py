@@ -43,6 +43,7 @@ _PID_FILE = STATE / "dockerd.pid"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 _POLICY = Path("/usr/sbin/policy-rc.d")
+_LOCK_S = 300  # for another who installs packages
 
 
 def main() -> int:
@@ -104,9 +105,10 @@ def install() -> None:
     _say(f"installing {' '.join(missing)}")
     with _nothing_starts():
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing]
+        apt = ["apt-get", "-q", "-o", f"DPkg::Lock::Timeout={_LOCK_S}"]
+        command = [*apt, "install", "-y", "--no-install-recommends", *missing]
         if subprocess.run(command, env=env, stdout=subprocess.DEVNULL).returncode:
-            subprocess.run(["apt-get", "update", "-q"], env=env, stdout=subprocess.DEVNULL, check=True)
+            subprocess.run([*apt, "update"], env=env, stdout=subprocess.DEVNULL, check=True)
             subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
 
 

@@ -7,6 +7,18 @@ import os
 import stat
 
 
+def place_of(fd: int, path: str) -> str:
+    """Where the folder is now that was made at ``path``: a program may have renamed it, which the kernel follows.
+
+    See proc(5) for /proc/pid/fd. ``path`` if it is gone, or no path leads there.
+    """
+    current = os.readlink(f"/proc/self/fd/{fd}")
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(current), os.fstat(fd)):
+            return current
+    return path
+
+
 def remove_tree(path: str) -> None:
     """Remove ``path`` and all below it. Nobody else may be writing there any more. Raises OSError.
 

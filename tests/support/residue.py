@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +63,37 @@ class Look:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for the temporary files of this process and of those that it starts, which must be empty at the end.
+
+    Of what has our name: a supervisor that a test has killed, at whatever moment, may leave no other either. Everybody
+    may use it, since sandboxes started by root run as other users.
+    """
+    folder = tempfile.mkdtemp(prefix="fht-")  # short, for the sockets that lie in it
+    os.chmod(folder, 0o1777)
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    try:
+        yield Path(folder)
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := _ours(Path(folder))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"left behind among the temporary files: {left}"
+    finally:
+        tempfile.tempdir, variable = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ours(folder: Path) -> list[str]:
+    names = ("fumehood-", "fh-")  # of the tiers, and of the attack suite
+    return sorted(f"{p.name} of user {p.lstat().st_uid}" for p in folder.iterdir() if p.name.startswith(names))
 
 
 def _processes() -> list[str]:

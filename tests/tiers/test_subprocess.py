@@ -73,3 +73,30 @@ with Runner(tier={tier!r}, policy=Policy(limits=Limits(open_files=300))) as runn
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[:2] == ["('limits.open_files',) True True", "1"], done.stderr
+
+
+#: A supervisor that is killed when its sandbox, whose program has renamed the work folder and filled it, is at work.
+_KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from fumehood.model import Policy
+from fumehood.runner import Runner
+from fumehood.tiers.interpreter.tier import InterpreterTier
+tier = InterpreterTier(jailed=False) if {tier!r} == "interpreter" else "subprocess"
+program = {program!r}
+with Runner(tier=tier) as runner:
+    runner.run(program, sink=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.parametrize("tier", ["subprocess", "interpreter"])
+def test_the_work_folder_of_a_killed_supervisor_is_removed(private_tmp: Path, tier: str) -> None:
+    need_tier(tier)
+    private_tmp.chmod(0o1777)
+    before = Look.take(private_tmp)
+    filled = "import os\nos.makedirs('a/b')\nopen('a/b/f', 'w')\nos.rename(os.getcwd(), os.getcwd() + '-2')\n"
+    program = (filled if tier == "subprocess" else "") + "print(1, flush=True)\nwhile True: pass"
+    code = _KILLED.format(path=[p for p in sys.path if p], tier=tier, program=program)
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(private_tmp)}, timeout=120)
+    assert killed.returncode == -9
+    assert before.left(private_tmp) == []

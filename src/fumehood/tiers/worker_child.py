@@ -1,6 +1,7 @@
 """The first process of a worker on a host without the jail: ``worker_child.py CHANNEL PLAN``.
 
-It takes rlimits, drops root for a user that nobody is, and serves. See :mod:`fumehood.tiers.worker`.
+It takes rlimits, drops root for a user that nobody is, and serves. When the supervisor is gone, it removes the folder
+that it was given. See :mod:`fumehood.tiers.worker`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.linux import capabilities
+from fumehood.tiers import worker_guest
 
 CHANNEL_FD = 3
 GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
@@ -25,11 +27,13 @@ def main() -> None:
     os.dup2(int(sys.argv[1]), CHANNEL_FD, inheritable=False)
     os.closerange(CHANNEL_FD + 1, 1 << 30)
     if os.read(CHANNEL_FD, 1) != GO:
+        os.rmdir(plan["folder"])
         os._exit(0)
     try:
         sys.path += plan["site"]
         module, _, function = plan["entry"].partition(":")
         serve = getattr(importlib.import_module(module), function)
+        worker_guest.folder_of_host = plan["folder"]
         for name, value in plan["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         if plan["uid"] is not None:

@@ -24,6 +24,9 @@ from typing import Any, NoReturn
 from fumehood.guest import agent
 from fumehood.guest.agent import BODY_MAX, EXIT_INTERRUPTED, EXIT_LOST, FRAME, HEADER_MAX, VERSION
 
+#: A folder of the host's that the worker removes when the host is gone, see :mod:`fumehood.tiers.worker_child`.
+folder_of_host: str | None = None
+
 Header = dict[str, Any]
 #: An exec: its first header, and the bodies of all its frames together.
 Job = tuple[Header, bytes]
@@ -295,7 +298,7 @@ class WorkerGuest:
         try:
             return self._take()
         except (EOFError, OSError, ValueError):
-            os._exit(0)  # the host is gone, or broke the format
+            leave(0)  # the host is gone, or broke the format
 
     def _take(self) -> Job:
         """Serve frames until there is an exec for this thread: the other one is not running any."""
@@ -459,5 +462,18 @@ def give_up(stream: Stream, error: BaseException) -> NoReturn:
     """Tell why, and end the process."""
     try:
         stream.send({"op": "fatal", "message": f"{type(error).__name__}: {error}"[:200]})
+    except OSError:
+        leave(EXIT_LOST)
     finally:
         os._exit(EXIT_LOST)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process, whose host is gone."""
+    try:
+        if folder_of_host is not None:
+            from fumehood.folders import remove_tree
+
+            remove_tree(folder_of_host)
+    finally:
+        os._exit(status)

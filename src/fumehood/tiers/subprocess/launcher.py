@@ -1,8 +1,11 @@
 """P0 and P1 of a sandbox of tier ``subprocess``; see the package's theory of operation.
 
 ``launcher.py CONTROL CHANNEL`` takes its plan from the control socket, a SOCK_SEQPACKET on which P0 answers
-``{"spawned": true}`` with P1's pidfd and, at the end, ``{"exited": status, "cpu_s": seconds}``. P1 waits on the channel
-for one byte, seals itself, reports there, and serves frames. ``launcher.py --probe root|user`` only clones and exits.
+``{"spawned": true, "folder": path, "shown_at": path}`` with P1's pidfd and, at the end, ``{"exited": status, "cpu_s":
+seconds}``. The folders are P0's (the work folder, and where packages are shown): it makes them, and waits at last for
+the word ``removed``. If the socket ends without it, at whatever moment, P0 removes them. So a supervisor that is killed
+leaves none. P1 waits on the channel for one byte, seals itself, reports there, and serves frames.
+``launcher.py --probe root|user`` only clones and exits.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 CHANNEL_FD = 3
+REMOVED = b"removed"
 _MESSAGE_MAX = 1 << 18
 
 
@@ -63,14 +67,60 @@ def main() -> None:
     """Be P0."""
     if sys.argv[1] == "--probe":
         probe(sys.argv[2] == "root")
-    control = socket.socket(fileno=int(sys.argv[1]))
-    channel = int(sys.argv[2])
+    folders = Folders()
+    try:
+        last = hold(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), folders)
+    except (OSError, ValueError):  # whoever cannot be told, or does not tell a plan, is gone
+        last = b""
+    if last != REMOVED:
+        folders.remove()
+    os._exit(0)
+
+
+class Folders:
+    """What P0 has made in the folder for temporary files."""
+
+    def __init__(self) -> None:
+        self.work: tuple[int, str] | None = None
+        self.shown_at: str | None = None
+
+    def make(self, base: str, uid: int | None, shown: bool) -> None:
+        """The work folder, of user ``uid`` if that is another, and where packages are to be shown."""
+        path = make_folder(base)
+        self.work = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC), path
+        if uid is not None:
+            os.chown(path, uid, uid)
+        if shown:
+            self.shown_at = make_folder(base)
+
+    def remove(self) -> None:
+        """In place of a supervisor that has been killed."""
+        from fumehood.folders import place_of, remove_tree
+
+        if self.shown_at is not None:
+            os.rmdir(self.shown_at)
+        if self.work is not None:
+            remove_tree(place_of(*self.work))
+
+
+def make_folder(base: str) -> str:
+    """As tempfile.mkdtemp(), whose import takes longer than P0."""
+    path = f"{base}/fumehood-{os.urandom(8).hex()}"
+    os.mkdir(path, 0o700)
+    return path
+
+
+def hold(control: socket.socket, channel: int, folders: Folders) -> bytes:
+    """Clone P1, see it to its end, and return the supervisor's last word, b"" if it has died."""
     plan = json.loads(control.recv(_MESSAGE_MAX))
     supervisor = os.pidfd_open(plan["supervisor"])
     if os.getppid() != plan["supervisor"]:
-        os._exit(1)  # it is gone already
+        return b""  # it is gone already
     try:
-        pid, pidfd = clone3(flags(plan["root"], plan["network"], plan["shown_at"] is not None))
+        folders.make(plan["base"], plan["uid"] if plan["root"] else None, plan["shown"])
+        assert folders.work is not None
+        plan["folder"], plan["shown_at"] = folders.work[1], folders.shown_at
+        pid, pidfd = clone3(flags(plan["root"], plan["network"], plan["shown"]))
         if pid == 0:
             control.close()
             become_sandbox(plan, channel)
@@ -79,20 +129,19 @@ def main() -> None:
             map_own_id(pid)
     except OSError as error:
         control.send(json.dumps({"error": str(error)}).encode())
-        os._exit(1)
+        return control.recv(_MESSAGE_MAX)
     rights = array.array("i", [pidfd])
-    control.sendmsg([b'{"spawned": true}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    told = json.dumps({"spawned": True, "folder": plan["folder"], "shown_at": plan["shown_at"]}).encode()
+    control.sendmsg([told], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     ended = select.poll()
     for fd in (supervisor, pidfd):
         ended.register(fd, select.POLLIN)
+    ended.register(control, 0)  # its end alone: the supervisor could not take what it was sent
     ended.poll()
     os.kill(pid, signal.SIGKILL)  # if it is the supervisor that ended; P1 may be busy importing and not listen
     _, status, used = os.wait4(pid, 0)
-    try:
-        control.send(json.dumps({"exited": status, "cpu_s": used.ru_utime + used.ru_stime}).encode())
-    except OSError:
-        pass  # the supervisor is gone
-    os._exit(0)
+    control.send(json.dumps({"exited": status, "cpu_s": used.ru_utime + used.ru_stime}).encode())
+    return control.recv(_MESSAGE_MAX)
 
 
 def probe(root: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from fumehood.enclosure import PidfdEnclosure, handshake, readable
 from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
-from fumehood.folders import remove_tree
+from fumehood.folders import place_of, remove_tree
 from fumehood.linux import process
 from fumehood.linux.rlimits import refuse_higher
 from fumehood.model import Boundary, Control, Held, Limits, Policy, Receipt
@@ -81,16 +81,6 @@ class SubprocessTier:
         enclosure: SubprocessEnclosure | None = None
         undo = contextlib.ExitStack()  # of what no enclosure owns yet
         try:
-            folder = tempfile.mkdtemp(prefix="fumehood-")
-            undo.callback(remove_tree, folder)
-            if root:
-                os.chown(folder, uid, uid)
-            shown_at = None
-            if root and packages is not None and hidden_part(packages):
-                shown_at = tempfile.mkdtemp(prefix="fumehood-")
-                undo.callback(os.rmdir, shown_at)
-            work_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            undo.callback(os.close, work_fd)
             ours, theirs = socket.socketpair()
             undo.enter_context(ours)
             undo.enter_context(theirs)
@@ -100,17 +90,19 @@ class SubprocessTier:
                 "uid": uid,
                 "network": policy.egress == ("*",),
                 "rlimits": rlimits,
-                "folder": folder,
+                "base": tempfile.gettempdir(),
                 "site_packages": packages,
-                "shown_at": shown_at,
+                "shown": root and packages is not None and hidden_part(packages) is not None,
                 "preload": list(policy.preload),
             }
             child, control = _launch(plan, theirs)
-            undo.callback(child.wait)
-            undo.callback(child.kill)
+            undo.callback(_reap, child)  # which removes its folders when the socket is closed
             undo.enter_context(control)
-            pid, pidfd = await _spawned(control)
-            enclosure = SubprocessEnclosure(pid, pidfd, child, control, folder, work_fd, shown_at)
+            message, pidfd = await _spawned(control)
+            undo.callback(os.close, pidfd)
+            pid = process.pid_of_pidfd(pidfd)
+            work_fd = os.open(message["folder"], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            enclosure = SubprocessEnclosure(pid, pidfd, child, control, message["folder"], work_fd, message["shown_at"])
             undo.pop_all()
             namespaces = process.namespaces(pid)  # while it can be asked: once sealed it is not dumpable
             await handshake(ours, enclosure, tier=self.name)
@@ -159,31 +151,31 @@ class SubprocessEnclosure(PidfdEnclosure):
         return None
 
     async def release(self) -> None:
-        """Reap the launcher and remove the folder as well."""
-        if self._control.fileno() < 0:
+        """Remove the folder and reap the launcher as well, which until then would do that in our place."""
+        if self._released:
             return
-        folder = self._where()
+        folder = place_of(self.work_fd, self._folder)
         await super().release()
-        self._control.close()
         await in_thread(self._clean, folder)
-
-    def _where(self) -> str:
-        """Where the work folder is now: its own program may have renamed it, and the kernel follows that (proc(5))."""
-        current = os.readlink(f"/proc/self/fd/{self.work_fd}")
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.lstat(current), os.fstat(self.work_fd)):
-                return current
-        return self._folder  # it is gone, or no path leads there
 
     def _clean(self, folder: str) -> None:
         try:
-            self._child.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        remove_tree(folder)
-        if self._shown_at is not None:
-            os.rmdir(self._shown_at)
+            remove_tree(folder)
+            if self._shown_at is not None:
+                os.rmdir(self._shown_at)
+        finally:
+            with contextlib.suppress(OSError):
+                self._control.send(b"removed")
+            self._control.close()
+            _reap(self._child)
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(1.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def _launch(plan: dict[str, Any], channel: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -209,7 +201,8 @@ def _launch(plan: dict[str, Any], channel: socket.socket) -> tuple[subprocess.Po
     return child, ours
 
 
-async def _spawned(control: socket.socket) -> tuple[int, int]:
+async def _spawned(control: socket.socket) -> tuple[dict[str, Any], int]:
+    """What P0 has made, and P1's pidfd. Raises StartError."""
     fds: list[int] = []
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
@@ -217,7 +210,7 @@ async def _spawned(control: socket.socket) -> tuple[int, int]:
         if "error" in message:
             raise StartError(str(message["error"])[:500], tier="subprocess")
         (pidfd,) = fds
-        return process.pid_of_pidfd(pidfd), pidfd
+        return message, pidfd
     except (OSError, EOFError, ValueError) as error:
         for fd in fds:
             os.close(fd)
