@@ -25,6 +25,17 @@ from fumehood.model import Policy
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tier import Features
 
+#: Tests that take up to a minute in some tier. They come first, so that no worker waits for another's at the end.
+LONG = (
+    "test_a_run_that_is_cancelled_at_any_point_leaves_nothing",
+    "test_many_runs_leave_nothing",
+    "test_all_of_this_as_an_ordinary_user",
+    "test_all_164_pass",
+    "test_every_tier_shows_the_same",
+    "test_thousand_runs.py",
+    "test_100_runs_at_once",
+)
+
 # A shell has what it starts in the background ignore it, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,7 +128,8 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what :mod:`support.not_applicable` names: such a test must fail."""
+    """Begin with the long ones, and mark what :mod:`support.not_applicable` names: such a test must fail."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
     for item in items:
         callspec = getattr(item, "callspec", None)
         first = item.name.partition("[")[2].partition("-")[0].rstrip("]")  # a test may name its tiers itself
