@@ -22,13 +22,15 @@ SEALED = b"S"
 FAILED = b"F"
 _REASON_MAX = 1000
 _SEAL_TIMEOUT_S = 10.0
+_GIVEN_SPACE = socket.CMSG_SPACE(3 * 4)
 
 
 class PidfdEnclosure:
     """Implements :class:`fumehood.session.Enclosure` for a sandbox whose first process is PID 1 of its PID namespace.
 
-    Takes ownership of ``pidfd`` and, when set, of ``work_fd``. ``cpu_after_death`` tells what the process and those it
-    waited for used, where no cgroup counts it. Belongs to the running event loop.
+    Takes ownership of ``pidfd`` and, when set, of ``work_fd``. ``program`` is the pid of the program's process where
+    that is no descendant of PID 1, which then does nothing itself. ``cpu_after_death`` tells what the process and those
+    it waited for used, where no cgroup counts it. Belongs to the running event loop.
     """
 
     def __init__(
@@ -38,10 +40,12 @@ class PidfdEnclosure:
         group: cgroup.Cgroup | None,
         *,
         cpu_after_death: Callable[[], Awaitable[float | None]],
+        program: int = 0,
         forget: Callable[[], object] = lambda: None,
         bury: Callable[[cgroup.Cgroup], object] = cgroup.Cgroup.remove,
     ) -> None:
         self._pid = pid
+        self._program = program
         self._pidfd = pidfd
         self._group = group
         self._cpu_after_death = cpu_after_death
@@ -75,7 +79,7 @@ class PidfdEnclosure:
 
     async def _poll(self, memory_bytes: int) -> None:
         while not self._death.done():
-            used = process.tree_usage(self._pid)
+            used = self._tree_usage()
             if used.count:
                 self._cpu_s = max(self._cpu_s or 0.0, used.cpu_s)
                 self._peak = max(self._peak or 0, used.resident_bytes)
@@ -84,6 +88,11 @@ class PidfdEnclosure:
                 self.kill()
                 return
             await asyncio.sleep(_POLL_S)
+
+    def _tree_usage(self) -> process.TreeUsage:
+        if self._program:
+            return process.tree_usage(self._program, orphans_of=self._pid)
+        return process.tree_usage(self._pid)
 
     @property
     def pid(self) -> int:
@@ -126,7 +135,7 @@ class PidfdEnclosure:
         """CPU seconds so far and peak memory in bytes, as the cgroup counts them; else as polled."""
         if self._group is None:
             if not self._death.done():
-                self._cpu_s = max(self._cpu_s or 0.0, process.tree_usage(self._pid).cpu_s)
+                self._cpu_s = max(self._cpu_s or 0.0, self._tree_usage().cpu_s)
             return self._cpu_s, self._peak
         try:
             return self._group.cpu_s(), self._group.memory_peak_bytes()
@@ -178,42 +187,67 @@ async def handshake(
 ) -> None:
     """Let a sandbox's waiting first process go on, until it has sealed itself and serves frames on ``channel``.
 
-    By ``entries`` it moves itself into its cgroup, see :meth:`fumehood.linux.cgroup.Cgroup.entries`.
-
-    It answers with one byte: SEALED, with the descriptor of its work folder beside it if it has one, which the
-    enclosure keeps; or FAILED, followed by the reason as text to the end of the stream. The answer is written before
-    any program runs, by our own code; it is bounded like a guest's word all the same. Raises StartError.
+    By ``entries`` it moves itself into its cgroup, see :meth:`fumehood.linux.cgroup.Cgroup.entries`. Raises StartError.
     """
+    let_go(channel, tier=tier, entries=entries)
+    given = await sealed(channel, enclosure, tier=tier)
+    for fd in given:  # none, from our own code
+        os.close(fd)
+
+
+def let_go(channel: socket.socket, *, tier: str, entries: Sequence[int] = ()) -> None:
+    """Send the word. It may be sent before there is anybody to hear it. Raises StartError."""
     channel.setblocking(False)
     try:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", entries))] if entries else []
         channel.sendmsg([GO], rights)
-        async with asyncio.timeout(_SEAL_TIMEOUT_S):
-            answer = await _receive(channel, 1, enclosure)
-            if answer == FAILED:
-                reason = (await _receive(channel, _REASON_MAX, enclosure)).decode("utf-8", "replace")
-                raise StartError(f"the sandbox could not seal itself: {reason}", tier=tier)
-    except TimeoutError:
-        raise StartError("the sandbox did not seal itself in time", tier=tier) from None
     except OSError as error:
-        raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
-    if answer != SEALED:
-        raise StartError("the sandbox died while it sealed itself", tier=tier)
+        raise StartError(f"the sandbox was lost before it sealed itself: {error}", tier=tier) from None
 
 
-async def _receive(channel: socket.socket, size: int, enclosure: PidfdEnclosure) -> bytes:
-    """Up to ``size`` bytes, fewer at the end of the stream, and the one descriptor that may come with them."""
+async def sealed(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> list[int]:
+    """Wait for the answer; what descriptors came with it, besides that of the work folder.
+
+    It answers with one byte: SEALED, with the descriptor of its work folder beside it if it has one, which the
+    enclosure keeps, and what else it hands over; or FAILED, followed by the reason as text to the end of the stream.
+    The answer is written before any program runs, by our own code; it is bounded like a guest's word all the same.
+    Raises StartError.
+    """
+    given: list[int] = []
+    try:
+        async with asyncio.timeout(_SEAL_TIMEOUT_S):
+            answer = await _receive(channel, 1, given)
+            if answer == FAILED:
+                reason = (await _receive(channel, _REASON_MAX, given)).decode("utf-8", "replace")
+                raise StartError(f"the sandbox could not seal itself: {reason}", tier=tier)
+        if answer != SEALED:
+            raise StartError("the sandbox died while it sealed itself", tier=tier)
+    except BaseException as error:
+        for fd in given:
+            os.close(fd)
+        if isinstance(error, TimeoutError):
+            raise StartError("the sandbox did not seal itself in time", tier=tier) from None
+        if isinstance(error, OSError) and not isinstance(error, StartError):
+            raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
+        raise
+    if given:
+        enclosure.work_fd = given.pop(0)
+    return given
+
+
+async def _receive(channel: socket.socket, size: int, given: list[int]) -> bytes:
+    """Up to ``size`` bytes, fewer at the end of the stream, and the descriptors that may come with them."""
     data = b""
     while len(data) < size:
         try:
-            piece, ancillary, flags, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(4))
+            piece, ancillary, flags, _ = channel.recvmsg(size - len(data), _GIVEN_SPACE)
         except BlockingIOError:
             await readable(channel)
             continue
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "this process has no descriptor left for the work folder")
         for _, _, raw in ancillary:
-            (enclosure.work_fd,) = array.array("i", raw[:4])
+            given += array.array("i", raw[: len(raw) // 4 * 4])
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "this process has no descriptor left for what the sandbox hands over")
         if not piece:
             break
         data += piece

@@ -8,8 +8,8 @@ pool makes runs start sooner, not cheaper: under full load its sandboxes are soo
 which costs the least in all.
 
 A sandbox leaves the shelf before it is handed out, so no two callers get the same one; a shelf belongs to one policy,
-by its digest; and what was handed out never comes back. A sandbox's limits and its receipt are in force from when it
-was made; the wall clock starts with the program.
+by its digest, and to one kind, for a simple program or for any; and what was handed out never comes back. A sandbox's
+limits and its receipt are in force from when it was made; the wall clock starts with the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from fumehood.errors import ClosedError, FumehoodError, PolicyError, PoolTimeoutError
 from fumehood.model import Artifact, Policy, Program, Result
-from fumehood.tier import Features, Probe, Sandbox, Tier
+from fumehood.tier import Features, Probe, Sandbox, Single, Tier
 
 #: How long no program must have run before the keeper works: a caller that runs one program after another comes back
 #: sooner than this.
@@ -70,9 +70,10 @@ class PoolMetrics:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The warm sandboxes of one policy."""
+    """The warm sandboxes of one policy and kind."""
 
     policy: Policy
+    single: bool  # for one simple program each, see fumehood.tier.Single
     ready: deque[Sandbox] = field(default_factory=deque)
     failures: int = 0  # in a row
     not_before: float = 0.0  # the loop's time of the next try
@@ -81,8 +82,8 @@ class _Shelf:
 class Pool:
     """A tier whose sandboxes are made beforehand. Belongs to the event loop in which it is first used.
 
-    ``size`` is how many warm sandboxes are kept over all policies: each policy that was asked for of late has an equal
-    share of them, the one asked for longest ago loses its share first. ``live_max`` bounds the sandboxes that exist at
+    ``size`` is how many warm sandboxes are kept over all policies and kinds: each that was asked for of late has an
+    equal share, the one asked for longest ago loses its share first. ``live_max`` bounds the sandboxes that exist at
     one time, warm or handed out, and ``memory_bytes`` what their policies allow them together
     (:attr:`Limits.memory_bytes <fumehood.model.Limits>`). At a bound, warm sandboxes of other policies make room;
     then :meth:`create` waits, at most ``wait_s`` seconds.
@@ -111,8 +112,8 @@ class Pool:
         self._live_max = live_max
         self._memory_bytes = memory_bytes
         self._wait_s = wait_s
-        self._shelves: OrderedDict[str, _Shelf] = OrderedDict()  # by digest; the one asked for last is last
-        self._latest: tuple[Policy, _Shelf] | None = None  # a digest costs more than the rest of a warm create()
+        self._shelves: OrderedDict[tuple[str, bool], _Shelf] = OrderedDict()  # the one asked for last is last
+        self._latest: _Shelf | None = None  # a digest costs more than the rest of a warm create()
         self._held = 0  # sandboxes that exist or are being made
         self._held_bytes = 0
         self._live = 0
@@ -157,7 +158,14 @@ class Pool:
         Raises as the wrapped tier does; PoolTimeoutError if the bounds left no room within ``wait_s``; PolicyError if
         they never can; ClosedError.
         """
-        shelf = self._shelf(policy)
+        return await self._create(policy, single=False)
+
+    async def create_single(self, policy: Policy, *, warm: bool = False) -> Sandbox:
+        """The same for one simple program, see :class:`fumehood.tier.Single`."""
+        return await self._create(policy, single=isinstance(self.tier, Single))
+
+    async def _create(self, policy: Policy, *, single: bool) -> Sandbox:
+        shelf = self._shelf(policy, single)
         sandbox = self._take(shelf) or await self._wait_for(shelf)
         self._live += 1
         return cast(Sandbox, _Lease(self, sandbox, policy))
@@ -168,7 +176,7 @@ class Pool:
         began = loop.time()
         self._busy += 1
         try:
-            sandbox = await self._make_room(shelf) or await self._make_cold(shelf.policy)
+            sandbox = await self._make_room(shelf) or await self._make_cold(shelf)
         finally:
             self._rest()
         waited = loop.time() - began
@@ -177,15 +185,21 @@ class Pool:
         return sandbox
 
     def begin(self, policy: Policy) -> None:
-        """Have the keeper make warm sandboxes for ``policy`` beforehand. Raises ClosedError, PolicyError."""
-        self._shelf(policy)
+        """Have the keeper make warm sandboxes for ``policy`` beforehand. Raises ClosedError, PolicyError.
+
+        They are for simple programs where the tier makes such; others are kept once they were asked for.
+        """
+        self._shelf(policy, isinstance(self.tier, Single))
 
     async def fill(self, policy: Policy) -> None:
         """Wait until there are as many warm sandboxes for ``policy`` as there is room for, or making them failed.
 
         Raises ClosedError, PolicyError.
         """
-        self._shelf(policy)
+        if self._latest is None or self._latest.policy is not policy:
+            self.begin(policy)
+        elif self._closed:
+            raise ClosedError("the pool is closed", tier=self.name)
         while not self._closed:
             self._settled.clear()
             self._work.set()
@@ -219,23 +233,24 @@ class Pool:
 
     # --- shelves and room
 
-    def _shelf(self, policy: Policy) -> _Shelf:
-        """The policy's shelf, now the one asked for last. Raises ClosedError, PolicyError."""
+    def _shelf(self, policy: Policy, single: bool) -> _Shelf:
+        """The shelf of a policy and kind, now the one asked for last. Raises ClosedError, PolicyError."""
         if self._closed:
             raise ClosedError("the pool is closed", tier=self.name)
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(self._keep())
-        if self._latest is not None and self._latest[0] is policy:
-            return self._latest[1]
+        latest = self._latest
+        if latest is not None and latest.policy is policy and latest.single == single:
+            return latest
         if self._memory_bytes is not None and policy.limits.memory_bytes > self._memory_bytes:
             raise PolicyError(
                 f"the policy allows {policy.limits.memory_bytes} bytes of memory and the pool {self._memory_bytes}",
                 tier=self.name,
             )
-        digest = policy.digest()
-        shelf = self._shelves.setdefault(digest, _Shelf(policy))
-        self._shelves.move_to_end(digest)
-        self._latest = policy, shelf
+        key = policy.digest(), single
+        shelf = self._shelves.setdefault(key, _Shelf(policy, single))
+        self._shelves.move_to_end(key)
+        self._latest = shelf
         self._work.set()
         return shelf
 
@@ -313,10 +328,14 @@ class Pool:
                 return sandbox
         return None
 
-    async def _make_cold(self, policy: Policy) -> Sandbox:
+    async def _make_cold(self, shelf: _Shelf) -> Sandbox:
+        policy = shelf.policy
         self._hold(policy, +1)
         try:
-            sandbox = await self.tier.create(policy)
+            if shelf.single and isinstance(self.tier, Single):
+                sandbox = await self.tier.create_single(policy)
+            else:
+                sandbox = await self.tier.create(policy)
         except BaseException:
             self._hold(policy, -1)
             raise
@@ -399,15 +418,15 @@ class Pool:
     def _surplus(self) -> _Shelf | None:
         """A shelf with more than its share, since other policies came; shelves without a share go when empty."""
         share = self._share()
-        for number, (digest, shelf) in enumerate(reversed(tuple(self._shelves.items()))):
+        for number, (key, shelf) in enumerate(reversed(tuple(self._shelves.items()))):
             if len(shelf.ready) > (share if number < self.size else 0):
                 return shelf
             if number >= self.size:
-                del self._shelves[digest]
+                del self._shelves[key]
         return None
 
     def _share(self) -> int:
-        """How many warm sandboxes each policy has, of the ``size`` policies asked for last."""
+        """How many warm sandboxes each shelf has, of the ``size`` asked for last."""
         return self.size // max(1, min(self.size, len(self._shelves)))
 
     def _next_shelf(self) -> _Shelf | None:
@@ -424,7 +443,9 @@ class Pool:
         policy = shelf.policy
         self._hold(policy, +1)
         try:
-            if isinstance(self.tier, Warming):
+            if shelf.single and isinstance(self.tier, Single):
+                sandbox = await self.tier.create_single(policy, warm=True)
+            elif isinstance(self.tier, Warming):
                 sandbox = await self.tier.create_warm(policy)
             else:
                 sandbox = await self.tier.create(policy)

@@ -22,7 +22,7 @@ from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
 from fumehood.pool import Pool
 from fumehood.threads import in_thread
-from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Sink, Tier, require
+from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Single, Sink, Tier, is_simple, require
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class AsyncRunner:
         require(self.tier, self.policy, program=wanted, files=bool(inputs) or out is not None)
         if out is not None:
             _check_folder(out)
-        sandbox = await self._create()
+        sandbox = await self._create(single=is_simple(wanted, files=bool(inputs), stdin=bool(stdin)))
         try:
             for path, data in inputs.items():
                 await sandbox.write_file(path, data)
@@ -159,10 +159,14 @@ class AsyncRunner:
         if isinstance(self.tier, Pool):
             await self.tier.fill(self.policy)
 
-    async def _create(self) -> Sandbox:
+    async def _create(self, *, single: bool = False) -> Sandbox:
+        tier = self.tier
         if self._closed:
-            raise ClosedError("the runner is closed", tier=self.tier.name)
-        sandbox = await self.tier.create(self.policy)
+            raise ClosedError("the runner is closed", tier=tier.name)
+        if single and isinstance(tier, Single):
+            sandbox = await tier.create_single(self.policy)
+        else:
+            sandbox = await tier.create(self.policy)
         self._sandboxes.add(sandbox)
         if self._closed:  # meanwhile
             await self._destroy(sandbox)

@@ -53,7 +53,7 @@ from fumehood.model import (
 )
 from fumehood.threads import in_thread
 from fumehood.tier import PTY_UNMET, Enclosure, Sink, Stream
-from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header
+from fumehood.wire import BODY_MAX, ChannelClosed, Header, Link
 
 #: What a program's environment holds where the tier does not say otherwise; the policy's ``env`` comes on top.
 DEFAULT_ENV: Mapping[str, str] = MappingProxyType({"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"})
@@ -87,7 +87,7 @@ class GuestSandbox(GuestFiles):
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Link,
         enclosure: Enclosure,
         policy: Policy,
         receipt: Receipt,

@@ -289,6 +289,23 @@ class Tier(Protocol):
         ...
 
 
+@runtime_checkable
+class Single(Protocol):
+    """A tier that makes a sandbox for one simple program at a lower price than one that lives on.
+
+    The program is code without displays, context and standard input, executed with ``last``; no file goes in.
+    """
+
+    async def create_single(self, policy: Policy, *, warm: bool = False) -> Sandbox:
+        """As :meth:`Tier.create`; ``warm`` as :class:`fumehood.pool.Warming` has it. Raises the same."""
+        ...
+
+
+def is_simple(program: Program, *, files: bool, stdin: bool) -> bool:
+    """Whether a program may run in a sandbox that :meth:`Single.create_single` made."""
+    return isinstance(program, Code) and not (program.displays or program.context or files or stdin)
+
+
 #: A command that wants a pseudo-terminal where the operator gave none.
 PTY_UNMET = "pty under a policy without terminals = true"
 

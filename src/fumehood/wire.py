@@ -14,7 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 FRAME = struct.Struct("!II")
 HEADER_MAX = 16 << 10
@@ -68,6 +68,21 @@ def decode(head: bytes) -> Header:
     if not isinstance(header, dict) or not isinstance(header.get("op"), str):
         raise WireError("a header without an operation")
     return header
+
+
+class Link(Protocol):
+    """What a session needs of its way to a guest; :class:`Channel` is the usual one."""
+
+    @property
+    def pending_bytes(self) -> int: ...
+
+    def subscribe(self, on_frame: OnFrame, on_lost: OnLost) -> None: ...
+
+    def post(self, header: Header, body: bytes | memoryview = b"") -> None: ...
+
+    async def send(self, header: Header, body: bytes | memoryview = b"") -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Channel:

@@ -55,12 +55,14 @@ SEALING = (
 import asyncio, socket
 import fumehood.tiers.{tier}.tier as tier
 async def hang(channel, enclosure, **_):
-    if {given!r}:
+    if {given!r} and tier.handshake:
         channel.setblocking(True)
         channel.send(b"G")
     told()
     await asyncio.sleep(600)
-tier.handshake = hang
+tier.handshake, tier.sealed = (hang, None) if hasattr(tier, "handshake") else (None, hang)
+if not {given!r}:
+    tier.let_go = lambda *_, **__: None
 with Runner(tier={tier!r}, policy=policy) as runner:
     runner.run("while True: pass")
 """

@@ -81,8 +81,10 @@ class TreeUsage:
     threads: int  # what RLIMIT_NPROC and pids.max count
 
 
-def tree_usage(pid: int) -> TreeUsage:
+def tree_usage(pid: int, *, orphans_of: int = 0) -> TreeUsage:
     """Usage of ``pid`` and its descendants, for the poller that stands in for a cgroup. About 30 us a process.
+
+    ``orphans_of``: the descendants of this process are counted as well, itself not.
 
     It matches by descent, not by the inode of the PID namespace: that needs ptrace access, which an ordinary user
     does not have over a process that is not dumpable. A page that several processes map counts once for each, and
@@ -90,7 +92,7 @@ def tree_usage(pid: int) -> TreeUsage:
     """
     cpu_s = 0.0
     ticks = resident_kib = count = threads = 0
-    for member in (pid, *descendants(pid)):
+    for member in (pid, *descendants(pid), *(descendants(orphans_of) if orphans_of else ())):
         try:
             fields = _stat(member)
             status_text = _read(f"/proc/{member}/status")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -29,6 +30,7 @@ _PACKAGE = Path(fumehood.__file__).parent
 _LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
 _ZYGOTE = f"{runtime.CODE_HOME}/fumehood/tiers/jail/zygote.py"
 _MESSAGE_MAX = 1 << 18
+_PIDFDS_MAX = 2
 _START_TIMEOUT_S = 60.0  # imports of everything that is preloaded included
 _SPAWN_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
@@ -84,6 +86,12 @@ class Spawned:
     pid: int
     pidfd: int
     host_uid: int  # as the host counts it
+    program: int = 0  # the program's process, if it is another
+    program_fd: int = -1  # its pidfd
+
+
+#: A sandbox of which all is dead: CPU seconds of all its processes, and the wait status of the one that counts.
+Exit = tuple[float, int]
 
 
 class Zygote:
@@ -96,11 +104,13 @@ class Zygote:
         self._control = control
         self._base = base
         self._next = 1
-        self._spawning: dict[int, asyncio.Future[int]] = {}
-        self._exits: dict[int, asyncio.Future[float | None]] = {}
+        self._spawning: dict[int, asyncio.Future[list[int]]] = {}
+        self._exits: dict[int, asyncio.Future[Exit | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.seccomp = str(ready.get("seccomp", ""))
         self.landlock = str(ready.get("landlock", ""))
+        self.single = ready.get("single") is True  # whether it makes sandboxes for one program
+        self.has_ids = base > 0  # each sandbox has a host id of its own
         self.lost = False
         self.pid = child.pid
 
@@ -119,10 +129,12 @@ class Zygote:
         rlimits: dict[str, int],
         terminals: bool = False,
         touch: bool = False,
+        single: bool = False,
     ) -> Request:
-        """Ask for a sandbox whose agent talks through ``channel``. The message is sent at once; await the answer.
+        """Ask for a sandbox whose guest talks through ``channel``. The message is sent at once; await the answer.
 
-        ``touch``: the agent goes through a run beforehand, see :func:`fumehood.guest.agent.serve`.
+        ``touch``: the guest goes through a run beforehand, see :func:`fumehood.guest.agent.serve`. ``single``: it has
+        no agent, see :mod:`fumehood.tiers.jail.program`.
         """
         if self.lost or self._loop is None:
             raise ZygoteLostError("the zygote is gone", tier="jail")
@@ -137,8 +149,9 @@ class Zygote:
             "uid": inner_uid,
             "terminals": terminals,
             "touch": touch,
+            "single": single,
         }
-        future: asyncio.Future[int] = self._loop.create_future()
+        future: asyncio.Future[list[int]] = self._loop.create_future()
         self._spawning[ident] = future
         self._exits[ident] = self._loop.create_future()
         rights = array.array("i", [channel.fileno()])
@@ -146,7 +159,7 @@ class Zygote:
             self._control.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         except OSError as error:
             self._lose(f"the zygote takes no requests: {error}")
-        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future)
+        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future, 1 + single)
 
     async def exited(self, ident: int) -> float | None:
         """CPU seconds that a dead sandbox used, all its processes together; None if the zygote died first."""
@@ -154,9 +167,19 @@ class Zygote:
         if future is None:
             return None
         try:
-            return await asyncio.wait_for(asyncio.shield(future), 1.0)
+            ended = await asyncio.wait_for(asyncio.shield(future), 1.0)
         except (TimeoutError, StartError):
             return None
+        return None if ended is None else ended[0]
+
+    def on_exit(self, ident: int, told: Callable[[Exit | None], object]) -> None:
+        """Have ``told`` called once, when all of a sandbox is dead; with None if the zygote is lost before that."""
+        future = self._exits.get(ident)
+        if future is None:
+            assert self._loop is not None
+            self._loop.call_soon(told, None)
+        else:
+            future.add_done_callback(lambda done: told(done.result()))
 
     def forget(self, ident: int) -> None:
         """No more is asked about this sandbox."""
@@ -174,7 +197,7 @@ class Zygote:
             if not data:
                 raise ValueError("it exited")
             cut = bool(flags & socket.MSG_CTRUNC)
-            if flags & socket.MSG_TRUNC or (cut and fds):
+            if flags & socket.MSG_TRUNC or len(fds) > _PIDFDS_MAX:
                 raise ValueError("it sent an oversized message")
             self._take(json.loads(data), fds, cut)
         except BlockingIOError:
@@ -189,7 +212,7 @@ class Zygote:
         if "exited" in message:
             future = self._exits.get(ident)
             if future is not None and not future.done():
-                future.set_result(float(message["cpu_s"]))
+                future.set_result((float(message["cpu_s"]), int(message["exited"])))
             if fds:
                 raise ValueError("it sent a descriptor unasked")
             return
@@ -198,15 +221,15 @@ class Zygote:
             if not waiting.done():
                 waiting.set_exception(StartError(str(message["error"])[:500], tier="jail"))
         elif cut:  # recvmsg(2): there was no room in our own table of descriptors
+            _kill(fds)
             if not waiting.done():
                 waiting.set_exception(StartError("this process has no descriptor left for a sandbox", tier="jail"))
-        elif len(fds) != 1:
+        elif not fds:
             raise ValueError("it sent no pidfd")
         elif waiting.done():
-            process.kill_pidfd(fds[0])  # the caller gave up waiting
-            os.close(fds[0])
+            _kill(fds)  # the caller gave up waiting
         else:
-            waiting.set_result(fds[0])
+            waiting.set_result(fds)
 
     def _lose(self, reason: str) -> None:
         if self.lost:
@@ -240,13 +263,14 @@ class Request:
     zygote: Zygote
     ident: int
     host_uid: int
-    future: asyncio.Future[int]
+    future: asyncio.Future[list[int]]
+    processes: int  # of which there is a pidfd in the answer
 
     async def answer(self) -> Spawned:
         """The sandbox. Raises ZygoteLostError, StartError; a sandbox that comes too late is killed."""
         try:
             async with asyncio.timeout(_SPAWN_TIMEOUT_S):
-                pidfd = await asyncio.shield(self.future)
+                pidfds = await asyncio.shield(self.future)
         except asyncio.CancelledError:
             self._give_up()
             raise
@@ -255,18 +279,29 @@ class Request:
             self.zygote._lose("the zygote did not answer in time")
             raise ZygoteLostError("the zygote did not answer in time", tier="jail") from None
         try:
-            pid = process.pid_of_pidfd(pidfd)
+            if len(pidfds) != self.processes:
+                raise OSError(errno.EPROTO, "the zygote sent other pidfds than were asked for")
+            pids = [process.pid_of_pidfd(fd) for fd in pidfds]
         except OSError as error:
-            os.close(pidfd)
+            _kill(pidfds)
             raise StartError(f"the sandbox died at once: {error}", tier="jail") from None
-        return Spawned(self.ident, pid, pidfd, self.host_uid)
+        if self.processes == 1:
+            return Spawned(self.ident, pids[0], pidfds[0], self.host_uid)
+        return Spawned(self.ident, pids[0], pidfds[0], self.host_uid, pids[1], pidfds[1])
 
     def _give_up(self) -> None:
         """Nobody takes the sandbox: if it is there already it is killed here, or else when it comes."""
         self.zygote.forget(self.ident)
         if not self.future.cancel() and not self.future.cancelled() and self.future.exception() is None:
-            process.kill_pidfd(self.future.result())
-            os.close(self.future.result())
+            _kill(self.future.result())
+
+
+def _kill(pidfds: list[int]) -> None:
+    """Kill a sandbox by its first process, and close the descriptors."""
+    for fd in pidfds:
+        with contextlib.suppress(OSError):  # no pidfd
+            process.kill_pidfd(fd)
+        os.close(fd)
 
 
 def start(

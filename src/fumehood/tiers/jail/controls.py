@@ -75,6 +75,10 @@ class Box:
                 flags |= flag
         return flags
 
+    def joined_flags(self) -> int:
+        """Flags for setns: the same namespaces but the PID namespace, which a process is born in."""
+        return self.clone_flags() & ~CLONE_NEWPID
+
 
 SEAL: list[tuple[str, str, Callable[[Box], None]]] = []
 

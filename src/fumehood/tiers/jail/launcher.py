@@ -3,7 +3,7 @@
 Run as a script; the one argument is the descriptor of the control socket, the only one of the supervisor's that is
 open. The first message on it is the plan. Two processes: P0 stays in the host's mount namespace (it writes id maps,
 waits, kills P1 if the supervisor dies, and passes on the exit status); P1 is PID 1 of the new PID namespace and becomes
-the zygote.
+the zygote. Started by root, P1 only waits, and its one child, PID 1 of a PID namespace below, becomes the zygote.
 
 Whatever fails is sent as ``{"error": step and reason, "errno": n}`` before anything of a sandbox exists.
 """
@@ -142,6 +142,7 @@ def become_zygote(plan: dict[str, Any], asks: int, answers: int) -> None:
     set_flags_of_root()
     if plan["root"]:
         give_up_root(asks, answers)
+        nest()
     die_with_parent()  # a change of uid clears the setting
     replace_standard_streams()
     os.set_inheritable(CONTROL_FD, True)
@@ -220,6 +221,22 @@ def give_up_root(asks: int, answers: int) -> None:
         raise OSError(1, answer.decode())
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
+
+
+def nest() -> None:
+    """Go on in a PID namespace that belongs to the new user namespace, as an ordinary user's does from the start.
+
+    The zygote enters those of its sandboxes to bear a process there, and must be able to come back.
+    """
+    Step.now = "make a PID namespace"
+    unshare(CLONE_NEWPID)
+    pid = os.fork()
+    if pid:
+        die_with_parent()
+        os.closerange(CONTROL_FD, 1 << 30)
+        _, status = os.waitpid(pid, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def replace_standard_streams() -> None:

@@ -64,12 +64,16 @@ def read_back(
     rlimits: dict[str, int],
     cgroup: dict[str, int | float | None],
     hard: tuple[str, ...],
+    beside: int,
     seccomp: str,
     landlock: str,
     disabled: frozenset[str],
     notes: tuple[str, ...],
 ) -> Receipt:
-    """The receipt of the sandbox whose first process is ``pid``. Raises StartError naming every wrong value."""
+    """The receipt of the sandbox that ``pid`` serves. Raises StartError naming every wrong value.
+
+    ``beside``: how many processes of ours the pids limit counts with the program's.
+    """
     reading = Reading(disabled)
     try:
         _namespaces(reading, pid)
@@ -82,7 +86,7 @@ def read_back(
     reading.take("landlock", True, landlock, Held.OFF if landlock == "absent" else Held.HARD)
     for name in ("descriptors", "session", "environment", "hostname", "undumpable"):
         reading.take(name, True, "applied")  # as above
-    _limits(reading, policy, cgroup, hard)
+    _limits(reading, policy, cgroup, hard, beside)
     if reading.wrong:
         raise StartError(f"not held as asked: {'; '.join(reading.wrong)}", tier="jail")
     return Receipt("jail", Boundary.KERNEL, tuple(reading.controls), host=_host(), notes=notes)
@@ -148,7 +152,9 @@ def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
     reading.take("proc", "subset=pid" in proc, proc or "the zygote's")
 
 
-def _limits(reading: Reading, policy: Policy, cgroup: dict[str, int | float | None], hard: tuple[str, ...]) -> None:
+def _limits(
+    reading: Reading, policy: Policy, cgroup: dict[str, int | float | None], hard: tuple[str, ...], beside: int
+) -> None:
     limits = policy.limits
     if "memory" in hard:
         value = cgroup.get("memory_bytes")
@@ -157,7 +163,7 @@ def _limits(reading: Reading, policy: Policy, cgroup: dict[str, int | float | No
     else:
         reading.take("memory", True, limits.memory_bytes, Held.BEST_EFFORT, "RLIMIT_DATA each, and a poller")
     if "pids" in hard:
-        reading.take("pids", cgroup.get("pids") == limits.pids + 1, limits.pids)
+        reading.take("pids", cgroup.get("pids") == limits.pids + beside, limits.pids)
     else:
         reading.take("pids", True, limits.pids, Held.BEST_EFFORT, "RLIMIT_NPROC in its own user namespace")
     if "cpu" in hard:

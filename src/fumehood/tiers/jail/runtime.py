@@ -46,6 +46,7 @@ INSIDE = (
     "tiers/__init__.py",
     "tiers/jail/__init__.py",
     "tiers/jail/controls.py",
+    "tiers/jail/program.py",
     "tiers/jail/zygote.py",
 )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fumehood.enclosure import PidfdEnclosure, handshake
+from fumehood.enclosure import PidfdEnclosure, let_go, sealed
 from fumehood.environments import packages_of
 from fumehood.errors import FumehoodError, StartError, UnavailableError
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
@@ -26,11 +26,12 @@ from fumehood.linux.rlimits import refuse_higher
 from fumehood.model import Boundary, Limits, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
-from fumehood.tier import Features, Probe, require
+from fumehood.tier import Features, Probe, Sandbox, require
 from fumehood.tiers.jail import client, posture
 from fumehood.tiers.jail.client import AGENT, Guest, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import program_env
+from fumehood.tiers.jail.single import SingleChannel, SingleSandbox
 from fumehood.wire import Channel
 
 _NAMES = itertools.count(1)
@@ -59,8 +60,9 @@ StartedBare = tuple[socket.socket, PidfdEnclosure, Receipt]
 
 #: What makes a zygote fit a policy: site-packages folder, modules imported, operator's mounts.
 Key = tuple[str | None, tuple[str, ...], tuple[tuple[str, str], ...]]
-#: What makes a sandbox fit a policy: its zygote, its limits, what its receipt says of output, and terminals.
-Kind = tuple[Key, Limits, str, bool]
+#: What makes a sandbox fit: its zygote, its limits, what its receipt says of output, terminals, and whether it has an
+#: agent or is for a single program.
+Kind = tuple[Key, Limits, str, bool, bool]
 _BARE: Key = (None, (), ())
 
 #: Limits that the supervisor watches -> the control each is, and a value that no attack of the suite reaches.
@@ -130,6 +132,28 @@ class JailTier:
             raise
         return sandbox
 
+    async def create_single(self, policy: Policy, *, warm: bool = False) -> Sandbox:
+        """A sandbox for one program, which is code without displays, standard input and files. Raises as ``create``.
+
+        It has no agent (:mod:`fumehood.tiers.jail.single`), unless this zygote cannot do without one.
+        """
+        require(self, policy)
+        try:
+            zygote = await self._zygote(_key(policy))
+        except OSError as error:
+            if isinstance(error, FumehoodError):
+                raise
+            raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
+        if not zygote.single or self._guest is not AGENT:
+            return await (self.create_warm(policy) if warm else self.create(policy))
+        seat = await self._start(policy, warm, single=True)
+        spawned = seat.spawned
+        out, err = seat.pipes
+        channel = SingleChannel(
+            seat.end, out, err, spawned.program_fd, lambda told: seat.zygote.on_exit(spawned.ident, told)
+        )
+        return SingleSandbox(channel, seat.enclosure, self._watched(policy), seat.receipt, env=program_env())
+
     def _watched(self, policy: Policy) -> Policy:
         """The policy whose limits the supervisor watches: all of it, but for what a test switched off."""
         lifted = {name: value for name, value in _LIFTED.items() if _WATCHES[name] in self._disabled}
@@ -143,34 +167,44 @@ class JailTier:
 
     async def start_bare(self, policy: Policy, *, warm: bool = False) -> StartedBare:
         """The same with the guest's socket as it is, for a guest that does not begin with frames."""
+        seat = await self._start(policy, warm)
+        return seat.end, seat.enclosure, seat.receipt
+
+    async def _start(self, policy: Policy, warm: bool, *, single: bool = False) -> _Seat:
+        """A sandbox's parts. A zygote that is lost meanwhile is replaced once."""
         try:
-            return await self._start(policy, warm)
+            return await self._seat(policy, warm, single)
         except ZygoteLostError:
-            return await self._start(policy, warm)
+            return await self._seat(policy, warm, single)
         except OSError as error:
             if isinstance(error, FumehoodError):
                 raise
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
 
-    async def _start(self, policy: Policy, warm: bool) -> StartedBare:
-        kind = (_key(policy), policy.limits, policy.overflow, policy.terminals)
+    async def _seat(self, policy: Policy, warm: bool, single: bool) -> _Seat:
+        kind = (_key(policy), policy.limits, policy.overflow, policy.terminals, single)
         seat = None if warm else self._take_ahead(kind)
         if seat is None:
-            seat = await self._make_seat(kind[0], policy, warm)
+            seat = await self._make_seat(kind, policy, warm)
         self._keep_ahead(kind, policy, warm)
         if "memory" not in seat.hard:
             seat.enclosure.poll_memory(policy.limits.memory_bytes)
-        return seat.end, seat.enclosure, seat.receipt
+        return seat
 
-    async def _make_seat(self, key: Key, policy: Policy, warm: bool) -> _Seat:
+    async def _make_seat(self, kind: Kind, policy: Policy, warm: bool) -> _Seat:
         """A sandbox, sealed, in its cgroup, its receipt read."""
-        limits = policy.limits
-        zygote = await self._zygote(key)
+        limits, single = policy.limits, kind[-1]
+        zygote = await self._zygote(kind[0])
+        single = single and zygote.single
         tree = await self._tree()
         hard = tree.hard if tree is not None else ()
-        rlimits = _rlimits(limits, hard)
+        # Of ours there is one process beside the program's: the agent; or a PID 1 that is of the zygote's own uid.
+        beside = 0 if single else 1
+        rlimits = _rlimits(limits, hard, beside=beside if zygote.has_ids else 1)
         refuse_higher(rlimits, tier=self.name)
         ours, theirs = socket.socketpair()
+        group = None
+        entries: list[int] = []
         try:
             with theirs:
                 request = zygote.request(
@@ -180,41 +214,64 @@ class JailTier:
                     rlimits=rlimits,
                     terminals=policy.terminals,
                     touch=warm,
+                    single=single,
                 )
-            group = self._group(tree, limits)  # while the zygote clones
+            group = self._group(tree, limits, limits.pids + beside)  # while the zygote clones
+            if group is not None:
+                entries = group.entries()
+            hurried = single and bool(entries) and "cpu" in hard  # else its ids are not mapped yet
+            if hurried:
+                let_go(ours, tier=self.name, entries=entries)
         except BaseException:
             ours.close()
+            if group is not None:
+                group.remove()
             raise
+        finally:
+            for fd in entries:
+                os.close(fd)
         enclosure = None
+        pipes: list[int] = []
         try:
             spawned = await request.answer()
             enclosure = self._enclose(zygote, spawned, group)
             self._live += 1
-            if "cpu" not in hard:
-                _bind_to_cpus(spawned.pid, limits)
-            await self._seal(ours, enclosure, spawned.pid, group)
-            receipt = self._receipt(zygote, spawned, policy, rlimits, group, hard)
+            guest = spawned.program or spawned.pid
+            if not hurried:
+                await self._prepare(ours, guest, limits, hard, group)
+            pipes = await sealed(ours, enclosure, tier=self.name)
+            if len(pipes) != (2 if single else 0):
+                raise StartError("the sandbox handed over what was not asked for", tier=self.name)
+            receipt = self._receipt(zygote, guest, spawned, policy, rlimits, group, hard, beside)
             ours.setblocking(False)
-            return _Seat(ours, enclosure, receipt, zygote, hard)
+            return _Seat(kind, ours, enclosure, receipt, zygote, hard, spawned, pipes)
         except BaseException:
             ours.close()
+            for fd in pipes:
+                os.close(fd)
             if enclosure is None:
                 if group is not None:
                     group.remove()
             else:
+                if spawned.program_fd >= 0:
+                    os.close(spawned.program_fd)
                 await asyncio.shield(enclosure.discard())
             raise
 
-    async def _seal(self, end: socket.socket, enclosure: PidfdEnclosure, pid: int, group: Cgroup | None) -> None:
-        """Have the waiting process enter its cgroup, before it does anything else, and put itself under the rest."""
+    async def _prepare(
+        self, end: socket.socket, pid: int, limits: Limits, hard: tuple[str, ...], group: Cgroup | None
+    ) -> None:
+        """Put a process that waits where it does not go by itself, and let it go on."""
+        if "cpu" not in hard:
+            _bind_to_cpus(pid, limits)
         if group is None:
-            await handshake(end, enclosure, tier=self.name)
+            let_go(end, tier=self.name)
             return
         entries = group.entries()
         try:
             if not entries:  # a thread, since it may wait for a grace period of the kernel's, and others wait for us
                 await in_thread(group.add, pid)
-            await handshake(end, enclosure, tier=self.name, entries=entries)
+            let_go(end, tier=self.name, entries=entries)
         finally:
             for fd in entries:
                 os.close(fd)
@@ -224,6 +281,7 @@ class JailTier:
             spawned.pid,
             spawned.pidfd,
             group,
+            program=spawned.program,
             cpu_after_death=lambda: zygote.exited(spawned.ident),
             forget=lambda: self._after(zygote, spawned),
             bury=self._bury,
@@ -246,7 +304,7 @@ class JailTier:
         """A sandbox that was made ahead, if there is one of this kind that lives. What does not fit is thrown away."""
         while self._ahead:
             seat = self._ahead.popleft()
-            if self._ahead_kind == kind and seat.alive:
+            if seat.kind == kind and seat.alive:
                 return seat
             self._spawn_task(seat.discard())
         return None
@@ -264,7 +322,7 @@ class JailTier:
     async def _make_ahead(self, kind: Kind, policy: Policy, *, idle: bool) -> None:
         """One sandbox for later. On an idle machine it goes through a run beforehand: that costs only what is spare."""
         try:
-            seat = await self._make_seat(kind[0], policy, idle)
+            seat = await self._make_seat(kind, policy, idle)
         except (FumehoodError, OSError):
             return  # the next run makes its own and reports
         finally:
@@ -279,7 +337,7 @@ class JailTier:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _group(self, tree: Hierarchy | None, limits: Limits) -> Cgroup | None:
+    def _group(self, tree: Hierarchy | None, limits: Limits, pids: int) -> Cgroup | None:
         if tree is None:
             return None
         try:
@@ -287,7 +345,7 @@ class JailTier:
             return tree.create(
                 f"s{next(_NAMES)}",
                 memory_bytes=None if "memory" in off else limits.memory_bytes,
-                pids=None if "pids" in off else limits.pids + 1,
+                pids=None if "pids" in off else pids,
                 cpus=None if "cpu" in off else limits.cpus,
             )
         except OSError as error:
@@ -296,21 +354,24 @@ class JailTier:
     def _receipt(
         self,
         zygote: Zygote,
+        pid: int,
         spawned: Spawned,
         policy: Policy,
         rlimits: dict[str, int],
         group: Cgroup | None,
         hard: tuple[str, ...],
+        beside: int,
     ) -> Receipt:
-        if group is not None and not group.holds(spawned.pid):
+        if group is not None and not group.holds(pid):
             raise StartError("not held as asked: the sandbox is not in its cgroup", tier="jail")
         return posture.read_back(
-            spawned.pid,
+            pid,
             host_uid=spawned.host_uid,
             policy=policy,
             rlimits=rlimits,
             cgroup=group.read_back() if group is not None else {},
             hard=tuple(name for name in hard if name not in self._disabled),
+            beside=beside,
             seccomp=zygote.seccomp,
             landlock=zygote.landlock,
             disabled=self._disabled,
@@ -383,11 +444,14 @@ class JailTier:
 class _Seat:
     """A sandbox that waits for its program, and all that belongs to it."""
 
+    kind: Kind
     end: socket.socket
     enclosure: PidfdEnclosure
     receipt: Receipt
     zygote: Zygote
     hard: tuple[str, ...]
+    spawned: Spawned
+    pipes: list[int]  # of stdout and stderr, where there is no agent
 
     @property
     def alive(self) -> bool:
@@ -395,6 +459,9 @@ class _Seat:
 
     async def discard(self) -> None:
         self.end.close()
+        for fd in (*self.pipes, self.spawned.program_fd):
+            if fd >= 0:
+                os.close(fd)
         await self.enclosure.discard()
 
 
@@ -413,12 +480,12 @@ def _key(policy: Policy) -> Key:
     return packages_of(policy), policy.preload, tuple((m.source, m.target) for m in policy.mounts)
 
 
-def _rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:
+def _rlimits(limits: Limits, hard: tuple[str, ...], *, beside: int) -> dict[str, int]:
     """Limits of each process, by name; a backstop where a cgroup holds the whole."""
     values = {
         "CORE": 0,
         "NOFILE": limits.open_files,
-        "NPROC": limits.pids + 1,  # the agent is one
+        "NPROC": limits.pids + beside,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "FSIZE": limits.disk_bytes,

@@ -3,13 +3,17 @@
 It imports what sandboxes start with, loads the long seccomp filter, proves on a throwaway child that this host lets a
 sandbox seal itself, and then serves its control socket. Messages are JSON datagrams with descriptors beside them:
 
-    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "terminals", "touch"}
-                           + the agent's end of the channel
+    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "terminals", "touch", "single"}
+                           + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
-                           {"id", "spawned": true} + pidfd, or {"id", "error"}
+                           {"id", "spawned": true} + pidfds, or {"id", "error"}
                            {"id", "exited": status, "cpu_s": seconds}
 
-It runs nobody's code: the program runs in children of its children, in namespaces from which this process is invisible.
+A sandbox is one child, which becomes the agent and PID 1; or, for a single program, two: a PID 1 that does nothing, and
+beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's.
+
+It runs nobody's code itself, in namespaces from which it is invisible; a PID 1 that does nothing shares its memory and
+is shut to programs: it is not dumpable, and belongs to another user namespace.
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ from fumehood.guest import agent
 from fumehood.linux import capabilities, landlock
 from fumehood.linux.libc import setns, umount, unshare
 from fumehood.linux.mounts import MNT_DETACH, MS_NODEV, MS_NOEXEC, MS_NOSUID, tmpfs
-from fumehood.linux.namespaces import CLONE_NEWNET, clone3, write_id_maps
+from fumehood.linux.namespaces import CLONE_NEWNET, CLONE_NEWPID, WAIT_ALL, IdleInit, clone3, write_id_maps
 from fumehood.linux.seccomp import load as load_filter
-from fumehood.tiers.jail.controls import CHANNEL_FD, UID, WORK, Box, seal
+from fumehood.tiers.jail.controls import CHANNEL_FD, CLONED, UID, WORK, Box, seal
+from fumehood.tiers.jail.program import GO, SEALED, answer, become_single, go_on, take_channel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,11 +50,10 @@ if TYPE_CHECKING:
 
 CONTROL_FD = 3
 _MESSAGE_MAX = 1 << 18
-GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
-ENTER = b"0"  # as in fumehood.linux.cgroup
-_ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
 _PRELOAD_BYTES = 64 << 20
 _NETWORKS_MAX = 64  # empty network namespaces kept for the next sandboxes
+#: What must not be switched off where a PID 1 does nothing: it makes the namespaces, and shares the zygote's memory.
+NEEDED_ALONE = frozenset((*CLONED, "undumpable"))
 #: What ordinary programs import first; in every sandbox for the price of a copy-on-write page.
 _COMMON = (
     "base64 bisect collections contextlib copy csv dataclasses datetime decimal enum functools hashlib heapq io "
@@ -89,6 +93,18 @@ class Networks:
             os.close(fd)
 
 
+class Sandbox:
+    """A sandbox that lives: its first process, the program's if that is another, and what they used."""
+
+    def __init__(self, ident: int | None, network: int) -> None:
+        self.ident = ident  # of the request; None: the zygote's own
+        self.network = network
+        self.init = self.init_fd = -1
+        self.program = -1
+        self.status = 0
+        self.cpu_s = 0.0
+
+
 class Zygote:
     """The control socket, the living children, and what each needs."""
 
@@ -97,7 +113,9 @@ class Zygote:
         self.config = config
         self.networks = Networks("net_ns" not in config["disabled"])
         self.poll = select.poll()
-        self.children: dict[int, tuple[int, int, int]] = {}  # pidfd -> request id, pid, network
+        self.children: dict[int, tuple[int, Sandbox]] = {}  # pidfd -> pid, sandbox
+        self.inits = IdleInit()
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
         """Until the supervisor's end of the control socket closes."""
@@ -117,61 +135,96 @@ class Zygote:
         channel = array.array("i", ancillary[0][2])[0]
         request = json.loads(message)
         try:
-            self.spawn(request, channel)
+            box = Box(request, self.config)
+            spawn = self.spawn_single if request["single"] else self.spawn
+            sandbox = Sandbox(request["id"], self.networks.enter())
+            try:
+                pidfds = spawn(box, channel, sandbox)
+            except OSError:
+                if sandbox.init < 0:  # or else when that is dead
+                    self.networks.give_back(sandbox.network)
+                raise
+            self.send({"id": request["id"], "spawned": True}, *pidfds)
         except OSError as error:
             self.send({"id": request["id"], "error": str(error)})
         finally:
             os.close(channel)
         return True
 
-    def spawn(self, request: dict[str, Any], channel: int) -> None:
-        """Clone a sandbox's first process and report its pidfd; it waits until the supervisor lets it go on."""
-        box = Box(request, self.config)
-        network = self.networks.enter()
-        try:
-            pid, pidfd = clone3(box.clone_flags())
-        except OSError:
-            self.networks.give_back(network)
-            raise
+    def spawn(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
+        """Clone a sandbox's first process, for its pidfd; it waits until the supervisor lets it go on."""
+        pid, sandbox.init_fd = clone3(box.clone_flags(), exit_signal=0)
         if pid == 0:
             become_sandbox(box, channel)
-        self.children[pidfd] = (request["id"], pid, network)
-        self.poll.register(pidfd, select.POLLIN)
+        sandbox.init = pid
+        self.watch(sandbox.init, sandbox.init_fd, sandbox)
         if "user_ns" not in box.disabled:
-            write_id_maps(pid, f"{UID} {box.host_uid} 1", f"{UID} {box.host_uid} 1", deny_setgroups=False)
-        self.send({"id": request["id"], "spawned": True}, pidfd)
+            map_ids(sandbox.init, box)
+        return [sandbox.init_fd]
+
+    def spawn_single(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
+        """Start a PID 1 that does nothing and the program's process beside it, for their pidfds."""
+        sandbox.init, sandbox.init_fd = self.inits.start(box.clone_flags())
+        self.watch(sandbox.init, sandbox.init_fd, sandbox)
+        try:
+            map_ids(sandbox.init, box)
+            setns(sandbox.init_fd, CLONE_NEWPID)
+            try:
+                sandbox.program, program_fd = clone3(0, exit_signal=0)
+                if sandbox.program == 0:
+                    become_single(box, sandbox.init_fd, channel)
+            finally:
+                setns(self.own_pids, CLONE_NEWPID)
+        except OSError:
+            os.kill(sandbox.init, signal.SIGKILL)
+            raise
+        self.watch(sandbox.program, program_fd, sandbox)
+        return [sandbox.init_fd, program_fd]
+
+    def watch(self, pid: int, pidfd: int, sandbox: Sandbox) -> None:
+        self.children[pidfd] = pid, sandbox
+        self.poll.register(pidfd, select.POLLIN)
 
     def reap(self, pidfd: int) -> None:
-        """Collect a dead sandbox and tell what it used."""
-        ident, pid, network = self.children.pop(pidfd)
+        """Collect a dead process, and tell what a sandbox used of which all is dead."""
+        pid, sandbox = self.children.pop(pidfd)
         self.poll.unregister(pidfd)
+        _, status, used = os.wait4(pid, WAIT_ALL)
+        sandbox.cpu_s += used.ru_utime + used.ru_stime
+        if pid == sandbox.program:  # the end of all: PID 1 takes with it whatever is left
+            sandbox.status = status
+            if sandbox.init_fd >= 0:
+                signal.pidfd_send_signal(sandbox.init_fd, signal.SIGKILL)
+            os.close(pidfd)
+            return
+        sandbox.init_fd = -1
         os.close(pidfd)
-        _, status, used = os.wait4(pid, 0)
-        self.networks.give_back(network)
-        self.send({"id": ident, "exited": status, "cpu_s": used.ru_utime + used.ru_stime})
+        if sandbox.program >= 0:
+            status = sandbox.status  # it was reaped before, or PID 1 would not have ended
+        self.inits.reaped(pid)
+        self.networks.give_back(sandbox.network)
+        if sandbox.ident is not None:
+            self.send({"id": sandbox.ident, "exited": status, "cpu_s": sandbox.cpu_s})
 
-    def send(self, message: dict[str, Any], fd: int = -1) -> None:
-        """One message, with a descriptor if given. The supervisor may be gone: then the loop ends by itself."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+    def send(self, message: dict[str, Any], *fds: int) -> None:
+        """One message, with descriptors if given. The supervisor may be gone: then the loop ends by itself."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self.control.sendmsg([json.dumps(message).encode()], rights)
         except (BrokenPipeError, ConnectionResetError):
             pass
 
 
+def map_ids(pid: int, box: Box) -> None:
+    """The one id that a sandbox has, inside and outside. Raises OSError."""
+    write_id_maps(pid, f"{UID} {box.host_uid} 1", f"{UID} {box.host_uid} 1", deny_setgroups=False)
+
+
 def become_sandbox(box: Box, channel: int) -> None:
     """In the child: wait for the word, seal, answer, serve. Never returns."""
     try:
-        os.dup2(channel, CHANNEL_FD, inheritable=False)
-        end = socket.socket(fileno=CHANNEL_FD)
-        word, entries, _, _ = end.recvmsg(1, _ENTRIES_SPACE)
-        if word == GO:
-            try:
-                enter(entries)
-                seal(box)
-            except Exception as error:
-                end.send(FAILED + f"{type(error).__name__}: {error}".encode())
-                return
+        end = take_channel(channel)
+        if go_on(end, lambda: seal(box)):
             answer(end, box.work_fd)
             end.detach()
             if box.touch:
@@ -179,26 +232,6 @@ def become_sandbox(box: Box, channel: int) -> None:
             box.serve(CHANNEL_FD, CHANNEL_FD, WORK)
     finally:
         os._exit(1)
-
-
-def enter(entries: list[tuple[int, int, bytes]]) -> None:
-    """Move this process into the cgroup whose files came along; see Cgroup.entries(). The descriptors stay open until
-    the sandbox closes all that are not its own. Raises OSError."""
-    for _, _, given in entries:
-        for fd in array.array("i", given):
-            try:
-                os.write(fd, ENTER)
-            except OSError as error:
-                raise OSError(error.errno, f"enter the cgroup: {error.strerror}") from None
-
-
-def answer(end: socket.socket, work_fd: int) -> None:
-    """Say that this process is sealed, and hand over its work folder."""
-    if work_fd < 0:
-        end.send(SEALED)
-        return
-    end.sendmsg([SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, work_fd.to_bytes(4, sys.byteorder))])
-    os.close(work_fd)
 
 
 def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
@@ -228,38 +261,35 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
     if "undumpable" in config["disabled"]:
         agent.make_undumpable = agent.make_dumpable
     agent.prepare(config["env"].encode())  # programs see a plain interpreter
+    agent.make_undumpable()  # a PID 1 that does nothing shares this memory, and programs see it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # that PID 1 has nobody to wait for orphans
+    signal.pthread_sigmask(signal.SIG_SETMASK, range(1, signal.NSIG))
     gc.collect()
     gc.freeze()
 
 
-def self_test(zygote: Zygote) -> str:
+def self_test(zygote: Zygote, *, single: bool) -> str:
     """Seal one throwaway child as a sandbox would be; the error it met, or nothing."""
     ours, theirs = socket.socketpair()
     box = Box(zygote.config["self_test"], zygote.config)
-    network = zygote.networks.enter()
+    sandbox = Sandbox(None, zygote.networks.enter())
     try:
-        pid, pidfd = clone3(box.clone_flags())
+        (zygote.spawn_single if single else zygote.spawn)(box, theirs.fileno(), sandbox)
     except OSError as error:
-        return f"clone3 into new namespaces: {error}"
-    if pid == 0:
-        ours.close()
-        become_sandbox(box, theirs.fileno())
+        return f"clone into new namespaces: {error}"
     theirs.close()
     try:
-        if "user_ns" not in box.disabled:
-            write_id_maps(pid, f"{UID} {box.host_uid} 1", f"{UID} {box.host_uid} 1", deny_setgroups=False)
         ours.send(GO)
         said = ours.recv(_MESSAGE_MAX)
         if said[:1] != SEALED:
             return said[1:].decode() or "the child died while it sealed itself"
         return ""
     except OSError as error:
-        return f"map ids: {error}"
+        return str(error)
     finally:
-        ours.close()  # the agent's end of file: it exits
-        os.waitpid(pid, 0)
-        os.close(pidfd)
-        zygote.networks.give_back(network)
+        ours.close()  # the guest's end of file: it exits
+        for fd in reversed(tuple(zygote.children)):  # a program before its PID 1
+            zygote.reap(fd)
 
 
 def main() -> None:
@@ -275,7 +305,8 @@ def main() -> None:
         config["last_capability"] = capabilities.last()
         prepare(config, filters)
         zygote = Zygote(control, config)
-        failed = self_test(zygote)
+        failed = self_test(zygote, single=False)
+        alone = not config["disabled"] & NEEDED_ALONE and not self_test(zygote, single=True)
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).strip()
         control.send(
@@ -285,7 +316,8 @@ def main() -> None:
     if failed:
         control.send(json.dumps({"error": f"seal a sandbox: {failed}", "errno": errno.EPERM}).encode())
         os._exit(1)
-    ready = {"ready": True, "seccomp": filters.describe(), "landlock": landlock.covers(config["landlock_abi"])}
+    covers = landlock.covers(config["landlock_abi"])
+    ready = {"ready": True, "seccomp": filters.describe(), "landlock": covers, "single": alone}
     control.send(json.dumps(ready).encode())
     zygote.serve()
     os._exit(0)

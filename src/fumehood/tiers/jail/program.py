@@ -1,0 +1,153 @@
+"""The program's own process in a sandbox for one program: it seals itself, takes the program, runs it and exits.
+
+Runs inside the zygote. Where a sandbox lives on or serves files, the guest agent stands between the host and the
+interpreter (:mod:`fumehood.guest.agent`). One program needs none: PID 1 of its namespaces is an
+:class:`~fumehood.linux.namespaces.IdleInit`, and this process, a child of the zygote that has joined them, is the
+interpreter. The host reads its output from the pipes themselves, and its exit status is what the zygote waited for. See
+docs/decisions/0010.
+
+On the socket from the host::
+
+    host -> here    GO          with descriptors by which this process enters its cgroup; all is sealed then
+    here -> host    SEALED      with the work folder and the reading ends of stdout and stderr; or FAILED and the reason
+    host -> here    HEAD, name, environment, code
+
+Nothing of it is open any more when the program runs: it finds descriptors 0 to 2.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # as in fumehood.guest.agent
+import _socket as socket
+import array
+import gc
+import linecache
+import os
+import struct
+
+from fumehood.guest import agent
+from fumehood.linux.libc import setns
+from fumehood.tiers.jail.controls import CHANNEL_FD, Box, seal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+#: Lengths of the name, the environment and the code.
+HEAD = struct.Struct("!HII")
+
+GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
+ENTER = b"0"  # as in fumehood.linux.cgroup
+_ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
+_PIECE = 1 << 20
+_REHEARSAL_NAME = "<rehearsal>"
+
+
+def become_single(box: Box, init: int, channel: int) -> NoReturn:
+    """In a child of the zygote: join the namespaces of ``init`` (a pidfd), wait for the word, seal, run, exit."""
+    status = agent.EXIT_LOST
+    try:
+        setns(init, box.joined_flags())
+        end = take_channel(channel)
+        if go_on(end, lambda: seal(box)):
+            status = serve(end, box)
+    finally:
+        os._exit(status)
+
+
+def take_channel(channel: int) -> socket.socket:
+    """Put the socket where every sandbox has it, and this process's signals to what a new process has."""
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    os.dup2(channel, CHANNEL_FD, inheritable=False)
+    return socket.socket(fileno=CHANNEL_FD)
+
+
+def go_on(end: socket.socket, seal_self: Callable[[], None]) -> bool:
+    """Wait for the word, enter the cgroup and seal; False, with the reason told, if that failed or no word came."""
+    word, entries, _, _ = end.recvmsg(1, _ENTRIES_SPACE)
+    if word != GO:
+        return False
+    try:
+        enter(entries)
+        seal_self()
+    except Exception as error:
+        end.send(FAILED + f"{type(error).__name__}: {error}".encode())
+        return False
+    return True
+
+
+def enter(entries: list[tuple[int, int, bytes]]) -> None:
+    """Move this process into the cgroup whose files came along; see Cgroup.entries(). The descriptors stay open until
+    the sandbox closes all that are not its own. Raises OSError."""
+    for _, _, given in entries:
+        for fd in array.array("i", given):
+            try:
+                os.write(fd, ENTER)
+            except OSError as error:
+                raise OSError(error.errno, f"enter the cgroup: {error.strerror}") from None
+
+
+def answer(end: socket.socket, *fds: int) -> None:
+    """Say that this process is sealed, hand over descriptors and close them."""
+    given = [fd for fd in fds if fd >= 0]
+    end.sendmsg([SEALED], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))] if given else [])
+    for fd in given:
+        os.close(fd)
+
+
+def serve(end: socket.socket, box: Box) -> int:
+    """Make the pipes, hand over their ends, take the program and run it to its end; the exit status."""
+    agent.make_dumpable()
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
+    os.umask(0o022)
+    module = agent.fresh_interpreter()
+    if box.touch:
+        rehearse()
+    stdin, none = os.pipe()
+    out, stdout = os.pipe()
+    err, stderr = os.pipe()
+    for number, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.close(none)
+    answer(end, box.work_fd, out, err)
+    name, env, code = receive(end)
+    end.close()
+    agent.set_environment(env)
+    try:
+        status = agent.run_code(code, name, module.__dict__, _signal.default_int_handler)
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    except KeyboardInterrupt:  # it came between the program's end and ours
+        status = agent.EXIT_INTERRUPTED
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    return agent.finalize(status, module.__dict__)
+
+
+def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
+    """The program's name, environment and code. Ends the process when the host is gone."""
+    got = end.recv(_PIECE)
+    while len(got) < HEAD.size or len(got) < HEAD.size + sum(HEAD.unpack_from(got)):
+        more = end.recv(_PIECE)
+        if not more:
+            os._exit(agent.EXIT_LOST)
+        got += more
+    name_bytes, env_bytes, _ = HEAD.unpack_from(got)
+    env_start = HEAD.size + name_bytes
+    code_start = env_start + env_bytes
+    return got[HEAD.size : env_start].decode(), got[env_start:code_start], got[code_start:]
+
+
+def rehearse() -> None:
+    """Go once through what a program goes through, so that the first one finds every page in place.
+
+    What it prints goes nowhere: descriptors 0 to 2 are the zygote's /dev/null until the pipes are there.
+    """
+    namespace = {"__builtins__": __builtins__}
+    agent.run_code(agent.REHEARSAL, _REHEARSAL_NAME, namespace, _signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    agent._drop_objects(namespace)
+    agent._flush_standard_streams()
+    del linecache.cache[_REHEARSAL_NAME]
+    gc.collect()

@@ -1,0 +1,257 @@
+"""The host's side of a sandbox for one program, see :mod:`fumehood.tiers.jail.program`.
+
+There is no agent in it. :class:`SingleChannel` does on this side what an agent would do on the other, and speaks its
+frames, so that limits, outcomes and receipts are :class:`fumehood.session.GuestSandbox`'s as everywhere. From inside
+come bytes of output and nothing else: there is no message of the guest's to be believed or parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+
+from fumehood.session import GuestSandbox
+from fumehood.tiers.jail.client import Exit
+from fumehood.tiers.jail.program import HEAD
+from fumehood.wire import ChannelClosed, Header, OnFrame, OnLost
+
+_READ_BYTES = 64 << 10  # what a pipe holds by default, pipe(7)
+
+#: An ordinary user can enlarge a pipe to this (/proc/sys/fs/pipe-max-size): the most that is left in one at the end.
+_PIPE_MAX = 1 << 20
+
+#: Output that nobody keeps is thrown away no more often than this, so that a flood takes little of the event loop.
+_FLOOD_PACE_S = 0.001
+
+_PROCESS_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, Linux 6.9
+
+
+class SingleSandbox(GuestSandbox):
+    """A sandbox for one program: ``exec(…, last=True)`` of code without displays and standard input."""
+
+    guest_is_agent = False
+
+
+class SingleChannel:
+    """A :class:`fumehood.wire.Link` to a sandbox without an agent.
+
+    Owns ``end`` (the socket), ``out`` and ``err`` (reading ends of the pipes) and ``program_fd`` (the pidfd of the
+    program's process). ``on_exit`` is called once with whom to tell the end of all. Made inside a running event loop.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        out: int,
+        err: int,
+        program_fd: int,
+        on_exit: Callable[[Callable[[Exit | None], object]], object],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._end: socket.socket | None = end
+        self._pipes = {out: "out", err: "err"}
+        self._counts = {"out": 0, "err": 0}
+        self._listened: set[int] = set()
+        self._program_fd = program_fd
+        self._tell_exit = on_exit
+        self._outbox: deque[memoryview] = deque()
+        self._complete = False  # all of the program is in the outbox
+        self._writing = False
+        self._drained: asyncio.Future[None] | None = None
+        self._ident: object = None
+        self._budget = 0
+        self._on_frame: OnFrame = lambda header, body: None
+        self._on_lost: OnLost = lambda why: None
+        self.lost: Exception | None = None
+        self.pending_bytes = 0  # what a guest can make us queue: nothing
+        end.setblocking(False)
+        for fd in self._pipes:
+            os.set_blocking(fd, False)
+
+    def subscribe(self, on_frame: OnFrame, on_lost: OnLost) -> None:
+        """As :meth:`fumehood.wire.Channel.subscribe`. It is ready: it has sealed itself and waits."""
+        self._on_frame, self._on_lost = on_frame, on_lost
+        on_frame({"op": "ready"}, b"")
+        self._tell_exit(self._exited)
+
+    def post(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """Take a frame for the guest. Raises ChannelClosed; NotImplementedError for what only an agent could do."""
+        if self.lost is not None:
+            raise self.lost
+        operation = header["op"]
+        if operation == "interrupt":
+            self._interrupt()
+            return
+        if operation == "exec":
+            self._ident = header["id"]
+            self._budget = header["output_bytes"]
+            name = str(header["name"]).encode("utf-8", "replace")
+            env_bytes = header["env_bytes"]
+            head = HEAD.pack(len(name), env_bytes, header["size"] - env_bytes) + name
+            self._outbox.append(memoryview(b"".join((head, body))))
+            self._complete = not header["more"]
+            for fd in self._pipes:
+                self._listen(fd)
+        elif operation == "more":
+            self._outbox.append(memoryview(body))
+            self._complete = not header["more"]
+        else:
+            raise NotImplementedError(operation)
+        self._flush()
+
+    async def send(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """The same, and wait until it is sent."""
+        self.post(header, body)
+        while self._outbox:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+            if self.lost is not None:
+                raise self.lost
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        if self.lost is None:
+            self.lost = ChannelClosed("closed")
+            self._let_go()
+
+    # --- the program goes in
+
+    def _flush(self) -> None:
+        end = self._end
+        if end is None:
+            return
+        try:
+            while self._outbox:
+                sent = end.send(self._outbox[0])
+                if sent < len(self._outbox[0]):
+                    self._outbox[0] = self._outbox[0][sent:]
+                else:
+                    self._outbox.popleft()
+        except BlockingIOError:
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(end, self._flush)
+            return
+        except OSError:
+            self._outbox.clear()  # it is dead or dying, and the zygote will tell
+            self._complete = True
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(end)
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+        if self._complete:
+            self._end = None
+            end.close()
+
+    # --- output comes out
+
+    def _listen(self, fd: int) -> None:
+        self._listened.add(fd)
+        self._loop.add_reader(fd, self._on_readable, fd)
+
+    def _ignore(self, fd: int) -> None:
+        if fd in self._listened:
+            self._listened.remove(fd)
+            self._loop.remove_reader(fd)
+
+    def _on_readable(self, fd: int) -> None:
+        stream = self._pipes[fd]
+        if self._counts[stream] > self._budget:
+            self._throw_away(fd)
+        elif not self._read(fd):
+            self._ignore(fd)
+
+    def _read(self, fd: int) -> int:
+        """Pass on what is there, at most _READ_BYTES; how many bytes it was, -1 if nothing was there, 0 at the end."""
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return -1
+        if data:
+            stream = self._pipes[fd]
+            self._counts[stream] += len(data)
+            self._on_frame({"op": stream, "id": self._ident}, data)
+        return len(data)
+
+    def _throw_away(self, fd: int) -> None:
+        """Nobody keeps more of this stream: empty the pipe without reading it, and look again after a pause."""
+        self._ignore(fd)
+        with contextlib.suppress(OSError):  # root's share of pipe memory may be used up; then it is 64 KiB at a time
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_MAX)
+        try:
+            gone = _splice_away(fd)
+        except BlockingIOError:
+            gone = -1
+        if gone:
+            self._counts[self._pipes[fd]] += max(gone, 0)
+            self._loop.call_later(_FLOOD_PACE_S, self._listen_again, fd)
+
+    def _listen_again(self, fd: int) -> None:
+        if self.lost is None:
+            self._listen(fd)
+
+    # --- the end
+
+    def _exited(self, ended: Exit | None) -> None:
+        """All inside is dead, so what the pipes hold is all that will come."""
+        if self.lost is not None:
+            return
+        if ended is None or self._ident is None:
+            why = ChannelClosed("the zygote is gone" if ended is None else "the sandbox's process ended")
+            self.lost = why
+            self._let_go()
+            self._on_lost(why)
+            return
+        for fd in self._pipes:
+            left = 2 * _PIPE_MAX
+            while left > 0 and (got := self._read(fd)) > 0:
+                left -= got
+                if self.lost is not None:
+                    return
+        status = os.waitstatus_to_exitcode(ended[1])
+        done: Header = {"op": "done", "id": self._ident, "status": status, "overflow": False, "lost": True}
+        self._on_frame(done | {f"{stream}_bytes": count for stream, count in self._counts.items()}, b"")
+
+    def _interrupt(self) -> None:
+        """SIGINT to the program's process group; where the kernel cannot do that by a pidfd, to its main process."""
+        for flags in (_PROCESS_GROUP, 0):
+            try:
+                signal.pidfd_send_signal(self._program_fd, signal.SIGINT, None, flags)
+                return
+            except OSError:
+                pass
+
+    def _let_go(self) -> None:
+        for fd in self._pipes:
+            self._ignore(fd)
+            os.close(fd)
+        if self._end is not None:
+            if self._writing:
+                self._loop.remove_writer(self._end)
+            self._end.close()
+            self._end = None
+        os.close(self._program_fd)
+        self._outbox.clear()
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+
+
+def _splice_away(fd: int) -> int:
+    """Move what a pipe holds to /dev/null, by pages and not by bytes; how much it was."""
+    return os.splice(fd, _null(), _PIPE_MAX, flags=os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE)
+
+
+@lru_cache(maxsize=1)
+def _null() -> int:
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
