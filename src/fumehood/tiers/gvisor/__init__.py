@@ -4,9 +4,9 @@ Theory of operation::
 
     supervisor ── control (SEQPACKET) ── launcher (P0, one for all sandboxes: waits, tells what was used)
         │                                   └ clone3: P1, PID 1 of its own PID and mount namespaces
-        └═ channel (frames) ══════════════════ P1 waits for a word, mounts the scratch, becomes `runsc run`,
-                                               │  which waits until its bundle is complete (:mod:`.beginning`)
+        └═ channel (frames) ══════════════════ P1 waits for a word, mounts the scratch, becomes `runsc run`
                                                    ├ gofer      (opens files for the sandbox)
+                                                   ├ a hook     (made ahead of a call, it waits: :mod:`.beginning`)
                                                    └ sandbox    (the Sentry: a kernel in user space)
                                                         └ python3 -c bootstrap → the guest agent
 
@@ -19,7 +19,8 @@ binds in: the host counts its bytes and files, and the supervisor keeps a descri
 the sandbox. P1 sends that descriptor with its report.
 
 A plain `runsc run` of the same bundle is what a sandbox's start is measured against. What the agent imports is sent
-along with it (:mod:`.library`), since under gVisor every file that a Python opens costs milliseconds.
+along with it (:mod:`.library`), and Python is started without looking for what is known (:mod:`.python`), since under
+gVisor every file that it opens costs milliseconds.
 
 An ordinary user is root of a new user namespace first, and runsc runs as it does for root, without its cgroups and
 without a network either way.
