@@ -22,8 +22,8 @@ from fumehood.model import Code, Limits, Outcome, Policy, Result
 from fumehood.pool import Pool
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tiers.jail.client import Zygote
+from fumehood.tiers.jail.single import SingleChannel
 from fumehood.tiers.jail.tier import JailTier
-from fumehood.wire import Channel
 
 #: Page faults of agent and interpreter together in a warm run, from the call to its first output, with ample room.
 FAULTS_MAX = 60
@@ -68,7 +68,7 @@ def test_a_warm_run_is_one_message_and_no_set_up(monkeypatch: pytest.MonkeyPatch
             await runner.fill()
             count(Cgroup, "add")
             count(Zygote, "request")
-            count(Channel, "post")
+            count(SingleChannel, "post")
             result = await runner.run("print(1)")
             seen = dict(calls)
             assert result.stdout == "1\n"

@@ -55,6 +55,11 @@ def command(pid: int) -> list[str]:
         return []
 
 
+def zygote_of(launcher: int) -> int:
+    """The zygote below a jail's launcher: its child, or that one's where root started it."""
+    return next(pid for pid in children(launcher) if "zygote.py" in " ".join(command(pid)))
+
+
 def threads(pid: int) -> list[dict[str, str]]:
     """What each thread of ``pid`` may do."""
     found = []

@@ -4,22 +4,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support import posture
 from support.needs import need_tier
 from support.posture import Mount
 
-from fumehood.errors import StartError, UnsupportedError
+from fumehood.errors import FumehoodError, StartError, UnsupportedError
 from fumehood.linux.cgroup import Cgroup
-from fumehood.model import Held, Limits, MiB, Policy
+from fumehood.model import Code, Held, Limits, MiB, Policy, Receipt
 from fumehood.runner import Runner
 from fumehood.tiers.jail.tier import JailTier
 
@@ -43,15 +49,16 @@ os.close(r)
 os.close(w)
 if os.fork() == 0:
     time.sleep(600)
-print("on")
+print("on", flush=True)
 """
 
 
 @dataclass
 class Scene:
-    """Who is who in a live sandbox, and what its receipt says."""
+    """Who is who in a sandbox, and what its receipt says."""
 
     cgroups: bool
+    single: bool  # for one program: there is no agent, and PID 1 is idle
     launcher: int
     zygote: int
     init: int
@@ -60,36 +67,84 @@ class Scene:
 
     @property
     def inside(self) -> list[int]:
-        return [self.init, *self.programs]
+        """All that is sealed: an idle PID 1 is not, see test_an_idle_first_process."""
+        return self.programs if self.single else [self.init, *self.programs]
+
+    @property
+    def first(self) -> int:
+        return self.inside[0]
 
 
-def modes() -> list[bool]:
-    return [True, False]
+MODES = [(cgroups, single) for single in (False, True) for cgroups in (True, False)]
 
 
-@pytest.fixture(scope="module", params=modes(), ids=["cgroups", "no-cgroups"])
+@pytest.fixture(scope="module", params=MODES, ids=["cgroups", "no-cgroups", "single-cgroups", "single-no-cgroups"])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     """A sandbox in which all kinds of processes run, and beside it one that is empty."""
     need_tier("jail")
-    tier = JailTier(cgroups=request.param)
+    cgroups, single = request.param
+    tier = JailTier(cgroups=cgroups)
     held = set(tier.probe().hard) & {"memory", "pids", "cpu"}
-    if request.param and not held:
+    if cgroups and not held:
         pytest.skip("this user or host has no control groups; the other parameter is this host's only mode")
-    with Runner(tier=tier, policy=Policy(limits=LIMITS)) as runner, runner.open() as other, runner.open() as sandbox:
+    with Runner(tier=tier, policy=Policy(limits=LIMITS)) as runner, runner.open() as other:
         other.exec("pass")
+        (zygote,) = tier._zygotes.values()
+        inner = posture.zygote_of(zygote.pid)
+        with (_single if single else _live)(runner, inner) as (new, receipt):
+            interpreter = int(posture.fields(f"/proc/{new[0]}/status")["PPid"])
+            if single:
+                (init,) = (
+                    pid for pid in posture.children(inner) if same_pids(pid, interpreter) and inner_pid(pid) == 1
+                )
+            else:
+                init = int(posture.fields(f"/proc/{interpreter}/status")["PPid"])
+            assert int(posture.fields(f"/proc/{init}/status")["PPid"]) == inner
+            programs = [interpreter, *posture.children(interpreter)] if single else posture.children(init)
+            seen = {c.name: c for c in receipt.controls}
+            yield Scene(cgroups, single, zygote.pid, inner, init, programs, seen)
+
+
+@contextmanager
+def _live(runner: Runner, inner: int) -> Iterator[tuple[list[int], Receipt]]:
+    """The program's processes, and the receipt, of a sandbox with an agent."""
+    with runner.open() as sandbox:
         sandbox.exec("pass")
-        before = set(posture.children(os.getpid()))
+        before = set(posture.children(inner))
         result = sandbox.exec(PROGRAM)
         assert result.stdout == "on\n", result.stderr
-        (zygote,) = tier._zygotes.values()
-        (inner,) = posture.children(zygote.pid)[:1]
         new = [pid for pid in posture.children(inner) if pid not in before]
         assert len(new) >= 4
-        interpreter = int(posture.fields(f"/proc/{new[0]}/status")["PPid"])
-        init = int(posture.fields(f"/proc/{interpreter}/status")["PPid"])
-        assert int(posture.fields(f"/proc/{init}/status")["PPid"]) == inner
-        receipt = {c.name: c for c in sandbox.receipt.controls}
-        yield Scene(request.param, zygote.pid, inner, init, posture.children(init), receipt)
+        yield new, sandbox.receipt
+
+
+@contextmanager
+def _single(runner: Runner, inner: int) -> Iterator[tuple[list[int], Receipt]]:
+    """The same of one without."""
+    call, loop = runner._portal.call, runner._portal._loop
+    before = set(posture.children(inner))
+    sandbox = call(cast(JailTier, runner.tier).create_single(runner.policy))
+    (program,) = (pid for pid in posture.children(inner) if pid not in before and inner_pid(pid) == 2)
+    on = threading.Event()
+    run = sandbox.exec(Code(PROGRAM + "time.sleep(600)"), sink=lambda *_: on.set(), last=True)
+    running = asyncio.run_coroutine_threadsafe(run, loop)
+    try:
+        assert on.wait(60)
+        yield posture.children(program), sandbox.receipt
+    finally:
+        call(sandbox.close())
+        with contextlib.suppress(FumehoodError):
+            running.result(10)
+
+
+def same_pids(one: int, other: int) -> bool:
+    """Whether two processes are in one PID namespace."""
+    return os.readlink(f"/proc/{one}/ns/pid") == os.readlink(f"/proc/{other}/ns/pid")
+
+
+def inner_pid(pid: int) -> int:
+    """Its number in the innermost PID namespace."""
+    return int(posture.fields(f"/proc/{pid}/status")["NSpid"].split()[-1])
 
 
 def test_the_scene_has_every_kind_of_process(scene: Scene) -> None:
@@ -100,11 +155,11 @@ def test_the_scene_has_every_kind_of_process(scene: Scene) -> None:
 def test_namespaces(scene: Scene) -> None:
     ours, zygote = posture.namespaces(os.getpid()), posture.namespaces(scene.zygote)
     inside = {pid: posture.namespaces(pid) for pid in scene.inside}
-    assert all(seen == inside[scene.init] for seen in inside.values())
-    assert set(inside[scene.init]) == {
+    assert all(seen == inside[scene.first] for seen in inside.values())
+    assert set(inside[scene.first]) == {
         "cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "time_for_children", "user", "uts",
     }  # fmt: skip
-    for kind, name in inside[scene.init].items():
+    for kind, name in inside[scene.first].items():
         if kind.startswith("time"):
             assert name == ours[kind]  # nothing is offset: a time namespace holds nothing
         else:
@@ -116,9 +171,9 @@ def test_namespaces(scene: Scene) -> None:
 
 
 def test_two_sandboxes_share_no_namespace(scene: Scene) -> None:
-    others = [p for p in posture.children(scene.zygote) if p not in scene.inside]
+    others = [p for p in posture.children(scene.zygote) if p not in (scene.init, *scene.inside)]
     assert others
-    mine = posture.namespaces(scene.init)
+    mine = posture.namespaces(scene.first)
     for pid in others:
         theirs = posture.namespaces(pid)
         assert not [k for k in mine if not k.startswith("time") and theirs[k] == mine[k]]
@@ -126,7 +181,7 @@ def test_two_sandboxes_share_no_namespace(scene: Scene) -> None:
 
 def test_uid_and_gid(scene: Scene) -> None:
     root = os.geteuid() == 0
-    outer = int(posture.fields(f"/proc/{scene.init}/status")["Uid"].split()[0])
+    outer = int(posture.fields(f"/proc/{scene.first}/status")["Uid"].split()[0])
     assert (outer != 0 and outer >= 0x70000000) if root else outer == os.geteuid()
     group = outer if root else os.getegid()
     for pid in scene.inside:
@@ -153,7 +208,7 @@ def test_credentials_of_every_thread(scene: Scene) -> None:
                 assert thread[name] == none, (pid, name)
             assert thread["NoNewPrivs"] == "1"
             assert (thread["Seccomp"], thread["Seccomp_filters"]) == ("2", "2")
-    assert seen == 9
+    assert seen == (8 if scene.single else 9)
     for thread in posture.threads(scene.zygote):
         assert (thread["NoNewPrivs"], thread["Seccomp"], thread["Seccomp_filters"]) == ("1", "2", "1")
 
@@ -164,24 +219,30 @@ def test_the_zygote_has_no_privilege_over_the_host(scene: Scene) -> None:
     inside, outside, count = Path(f"/proc/{scene.zygote}/uid_map").read_text().split()
     assert (inside, outside) == ("0", outer[0]) and count == ("65536" if os.geteuid() == 0 else "1")
     assert posture.descriptors(scene.zygote).keys() >= {0, 1, 2, 3}
-    assert {kind for fd, kind in posture.descriptors(scene.zygote).items() if fd > 3} <= {"anon_inode:", "net:"}
+    assert {kind for fd, kind in posture.descriptors(scene.zygote).items() if fd > 3} <= {"anon_inode:", "net:", "pid:"}
     assert posture.descriptors(scene.zygote)[3] == "socket:"
 
 
 def test_descriptors_of_every_process(scene: Scene) -> None:
-    init = posture.descriptors(scene.init)
-    assert {fd: kind for fd, kind in init.items() if fd < 3} == dict.fromkeys(range(3), "/dev/null")
-    # The stream, the work folder, the wake-up pipe, the private socket to the interpreter and its output pipes.
-    assert sorted(kind for fd, kind in init.items() if fd >= 3) == ["/work", *["pipe:"] * 4, *["socket:"] * 2]
+    if not scene.single:
+        init = posture.descriptors(scene.init)
+        assert {fd: kind for fd, kind in init.items() if fd < 3} == dict.fromkeys(range(3), "/dev/null")
+        # The stream, the work folder, the wake-up pipe, the private socket to the interpreter and its output pipes.
+        assert sorted(kind for fd, kind in init.items() if fd >= 3) == ["/work", *["pipe:"] * 4, *["socket:"] * 2]
     standard = dict.fromkeys(range(3), "pipe:")
     interpreter, *rest = (posture.descriptors(pid) for pid in scene.programs)
-    assert interpreter == standard | {3: "socket:"}  # the private socket, which reaches the agent and nobody else
+    private = {} if scene.single else {3: "socket:"}  # which reaches the agent and nobody else
+    assert interpreter == standard | private
     for pid, seen in zip(scene.programs[1:], rest, strict=True):
         forked = posture.command(pid) == posture.command(scene.programs[0])
-        extra = {3: "socket:"} if forked else {}
-        passed = {fd: kind for fd, kind in seen.items() if fd > 3}
-        assert {fd: kind for fd, kind in seen.items() if fd <= 3} == standard | extra
+        extra = private if forked else {}
+        passed = {fd: kind for fd, kind in seen.items() if fd > 2 and fd not in extra}
+        assert seen == standard | extra | passed
         assert set(passed.values()) <= {"pipe:"}, "only what the program itself passed on"
+
+
+#: Of the namespaces around the zygote's: one more where root started it, see the launcher.
+PROCS = 2 if os.geteuid() == 0 else 1
 
 
 def expected_mounts(outer: int, group: int) -> list[Mount]:
@@ -201,15 +262,15 @@ def expected_mounts(outer: int, group: int) -> list[Mount]:
     if Path("/etc/alternatives").is_dir():
         found.append(("/etc/alternatives", "", read_only))
     found += [(f"/dev/{name}", "", device) for name in ("null", "zero", "full", "random", "urandom")]
-    found += [("/proc", "proc", "nodev,noexec,nosuid,relatime,rw")] * 2
+    found += [("/proc", "proc", "nodev,noexec,nosuid,relatime,rw")] * (PROCS + 1)
     found += [(point, "tmpfs", scratch) for point in ("/tmp", "/tmp", "/work", "/dev/shm")]
     return [Mount(point, kind, "", ",".join(sorted(options.split(","))), "") for point, kind, options in found]
 
 
 def test_mounts(scene: Scene) -> None:
-    status = posture.fields(f"/proc/{scene.init}/status")
+    status = posture.fields(f"/proc/{scene.first}/status")
     outer, group = (int(status[name].split()[0]) for name in ("Uid", "Gid"))
-    seen = posture.mounts(scene.init)
+    seen = posture.mounts(scene.first)
     for pid in scene.programs:
         assert posture.mounts(pid) == seen
     plain = [
@@ -225,9 +286,9 @@ def test_mounts(scene: Scene) -> None:
     assert [(m.point, m.root) for m in scratch] == [
         ("/tmp", "/"), ("/work", "/work"), ("/dev/shm", "/shm"), ("/tmp", "/tmp"),
     ]  # fmt: skip
-    assert [m.super_options for m in seen if m.point == "/proc"] == ["rw", "rw,hidepid=invisible,subset=pid"]
+    assert [m.super_options for m in seen if m.point == "/proc"] == ["rw"] * PROCS + ["rw,hidepid=invisible,subset=pid"]
     assert [m.point for m in seen if "rw" in m.options.split(",")] == [
-        "/proc", "/tmp", "/work", "/dev/shm", "/tmp", "/proc",
+        *["/proc"] * PROCS, "/tmp", "/work", "/dev/shm", "/tmp", "/proc",
     ]  # fmt: skip
 
 
@@ -247,7 +308,7 @@ def test_rlimits(scene: Scene) -> None:
         "file size": (str(LIMITS.disk_bytes),) * 2,
         "data size": (data, data),
         "core file size": ("0", "0"),
-        "processes": ("41", "41"),
+        "processes": (str(LIMITS.pids + beside(scene, by_uid=True)),) * 2,
         "open files": ("100", "100"),
         "locked memory": ("0", "0"),
         "msgqueue size": ("0", "0"),
@@ -265,10 +326,38 @@ def test_rlimits(scene: Scene) -> None:
         assert posture.limits(pid) == expected
 
 
+def beside(scene: Scene, *, by_uid: bool) -> int:
+    """Processes of ours that a limit counts with the program's: the agent, or an idle PID 1 of the same user."""
+    return int(not scene.single or (by_uid and os.geteuid() != 0))
+
+
+def test_an_idle_first_process(scene: Scene) -> None:
+    """It waits in pause(2) for ever, hears no signal, and belongs to the zygote, whose memory it shares."""
+    if not scene.single:
+        pytest.skip("PID 1 is the agent here")
+    status, zygote = (posture.fields(f"/proc/{pid}/status") for pid in (scene.init, scene.zygote))
+    assert status["Threads"] == "1" and status["State"].startswith("S")
+    number = Path(f"/proc/{scene.init}/syscall").read_text().split()[0]
+    assert number == {"x86_64": "34", "aarch64": "73"}[os.uname().machine]  # pause; on aarch64 the library's ppoll
+    unblockable = 1 << (signal.SIGKILL - 1) | 1 << (signal.SIGSTOP - 1)
+    every = (1 << 64) - 1 & ~(1 << 31 | 1 << 32)  # the C library keeps two for itself
+    assert int(status["SigBlk"], 16) | unblockable | 1 << 31 | 1 << 32 == every | 1 << 31 | 1 << 32
+    assert int(status["SigIgn"], 16) & 1 << (signal.SIGCHLD - 1), "the kernel reaps its orphans"
+    assert int(status["SigCgt"], 16) == 0, "no handler could run in it"
+    assert status["Uid"] == zygote["Uid"] and status["Gid"] == zygote["Gid"]
+    assert (status["NoNewPrivs"], status["Seccomp"], status["Seccomp_filters"]) == ("1", "2", "1")
+    assert status["VmSize"] == zygote["VmSize"]
+    mine, programs = posture.namespaces(scene.init), posture.namespaces(scene.first)
+    assert {kind for kind in mine if mine[kind] != programs[kind]} <= {"cgroup"}
+    # Not dumpable: its entries belong to the root of the zygote's user namespace, and so not to the sandbox's id.
+    root = Path(f"/proc/{scene.zygote}/uid_map").read_text().split()[1]
+    assert os.stat(f"/proc/{scene.init}/fd").st_uid == int(root)
+
+
 def test_cgroup(scene: Scene) -> None:
     membership = {pid: Path(f"/proc/{pid}/cgroup").read_text() for pid in scene.inside}
     assert len(set(membership.values())) == 1
-    groups = dict(line.split(":", 2)[1:] for line in membership[scene.init].splitlines())
+    groups = dict(line.split(":", 2)[1:] for line in membership[scene.first].splitlines())
     ours = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     moved = {name: path for name, path in groups.items() if path != ours[name]}
     if not scene.cgroups:
@@ -292,7 +381,7 @@ def test_cgroup(scene: Scene) -> None:
     assert values == {
         "memory.limit_in_bytes": str(LIMITS.memory_bytes),
         "memory.memsw.limit_in_bytes": str(LIMITS.memory_bytes),
-        "pids.max": "41",
+        "pids.max": str(LIMITS.pids + beside(scene, by_uid=False)),
         "cpu.cfs_quota_us": "50000",
         "cpu.cfs_period_us": "100000",
     }
@@ -305,7 +394,7 @@ WANTED = (
 
 def test_proc_entries_belong_to_whom_they_should(scene: Scene) -> None:
     """A process that is not dumpable belongs to the root of its user namespace's parent, or nobody (proc(5))."""
-    outer = int(posture.fields(f"/proc/{scene.init}/status")["Uid"].split()[0])
+    outer = int(posture.fields(f"/proc/{scene.first}/status")["Uid"].split()[0])
     for pid in scene.programs:
         assert os.stat(f"/proc/{pid}/fd").st_uid == outer
     if os.geteuid() == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ def tier() -> JailTier:
     return JailTier()
 
 
-@pytest.mark.parametrize("victim", ["launcher", "zygote"])
+@pytest.mark.parametrize("victim", ["launcher", "its child", "zygote"])
 def test_a_dead_zygote_is_replaced(tier: JailTier, private_tmp: Path, victim: str) -> None:
     whole = Look.take(private_tmp)
 
@@ -42,11 +43,12 @@ def test_a_dead_zygote_is_replaced(tier: JailTier, private_tmp: Path, victim: st
                 assert (await runner.run(Code("print(1)"))).stdout == "1\n"
                 before = Look.take(private_tmp)
                 (zygote,) = tier._zygotes.values()
-                os.kill(zygote.pid if victim == "launcher" else posture.children(zygote.pid)[0], signal.SIGKILL)
-                try:  # at once, when what it made is only dying: the run works, or says what is known of it
-                    assert (await runner.run(Code("print(2)"))).stdout == "2\n"
-                except (StartError, OutcomeUnknownError):
-                    pass
+                below = posture.children(zygote.pid)
+                pids = {"launcher": zygote.pid, "its child": below[0], "zygote": posture.zygote_of(zygote.pid)}
+                os.kill(pids[victim], signal.SIGKILL)
+                while not zygote.lost:  # what it made is only dying: the run works, or says what is known of it
+                    with contextlib.suppress(StartError, OutcomeUnknownError):
+                        assert (await runner.run(Code("print(2)"))).stdout == "2\n"
                 assert (await runner.run(Code("print(3)"))).stdout == "3\n"
                 now = Look.take(private_tmp)
                 assert len(now.descriptors) <= len(before.descriptors) + AHEAD * SEAT["descriptors"]
@@ -98,7 +100,7 @@ def test_a_stopped_zygote_is_given_up(tier: JailTier, monkeypatch: pytest.Monkey
         async with AsyncRunner(tier=tier) as runner:
             await runner.run(Code("pass"))
             (zygote,) = tier._zygotes.values()
-            inner = posture.children(zygote.pid)[0]
+            inner = posture.zygote_of(zygote.pid)
             os.kill(inner, signal.SIGSTOP)
             assert (await asyncio.wait_for(runner.run(Code("print(2)")), 30)).stdout == "2\n"
             assert posture.seconds_until_gone([inner], 10) is not None

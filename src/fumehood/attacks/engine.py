@@ -25,7 +25,7 @@ from fumehood.attacks.residue import Residue
 from fumehood.attacks.stage import Stage, remove_sysv
 from fumehood.errors import FileError, FumehoodError, PolicyError
 from fumehood.model import Boundary, Code, Mount, Outcome, Policy
-from fumehood.tier import Sandbox, Tier
+from fumehood.tier import Sandbox, Single, Tier, is_simple
 
 LOOK_S = 0.02
 
@@ -115,12 +115,13 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
     if tier.features.mounts and "T.mounted" in attack.program:
         mounted = _MOUNTED
         policy = replace(policy, mounts=(*policy.mounts, Mount(str(stage.open), _MOUNTED)))
+    simple = _is_simple(attack)
     nothing = Residue.take(stage)
     try:
         try:
-            makers = await _ordinary(tier, policy)
+            makers = await _ordinary(tier, policy, simple=simple)
             if not control:  # what a tier prepares because a policy came twice is there then, before as after
-                await _ordinary(tier, policy)
+                await _ordinary(tier, policy, simple=simple)
             before = await Residue.settled(stage)
             run = Run(attack, policy, stage, known=makers & before.processes)
             run.own_kernel = tier.features.boundary in OTHER_KERNEL
@@ -138,7 +139,7 @@ async def _face(attack: Attack, tier: Tier, base: Policy, stage: Stage, began: f
         if run.survivors:
             procfs.reap(run.mine())
         try:
-            await _ordinary(tier, policy)
+            await _ordinary(tier, policy, simple=simple)
         except (FumehoodError, OSError) as error:
             return end(Verdict.BROKEN, f"the next ordinary run failed: {type(error).__name__}: {error}")
         left = await before.grown() if verdict is Verdict.HELD else []
@@ -157,12 +158,12 @@ def _unhurried(policy: Policy, base: Policy) -> Policy:
     return replace(policy, limits=replace(limits, wall_s=wall_s, cpu_s=cpu_s))
 
 
-async def _ordinary(tier: Tier, policy: Policy) -> frozenset[tuple[int, int]]:
-    """An ordinary run; OSError if it is not what it should be.
+async def _ordinary(tier: Tier, policy: Policy, *, simple: bool) -> frozenset[tuple[int, int]]:
+    """An ordinary run, in a sandbox such as the attack has; OSError if it is not what it should be.
 
     Returns the processes that were there when its sandbox was: those that outlive it make sandboxes and are none.
     """
-    sandbox = await tier.create(policy)
+    sandbox = await _create(tier, policy, simple=simple)
     try:
         there = frozenset((p.pid, p.started) for p in procfs.descendants().values())
         result = await sandbox.exec(Code("print(6 * 7)"), last=True)
@@ -175,12 +176,12 @@ async def _ordinary(tier: Tier, policy: Policy) -> frozenset[tuple[int, int]]:
 
 async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     attack = run.attack
-    sandbox = await tier.create(run.policy)
+    text = Code(dialects.compose(attack.program, targets, tier.features))
+    live = bool(attack.reuploads or attack.downloads)
+    sandbox = await _create(tier, run.policy, simple=_is_simple(attack))
     run.receipt = sandbox.receipt
     try:
         await _files(run, sandbox, attack.uploads)
-        text = Code(dialects.compose(attack.program, targets, tier.features))
-        live = bool(attack.reuploads or attack.downloads)
         await _watched(run, tier, sandbox, text, targets, last=not live)
         if live:
             await _files(run, sandbox, attack.reuploads)
@@ -192,6 +193,19 @@ async def _attack(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     if attack.second and attack.second_when == "after":
         await _second(run, tier, targets)
     run.look()
+
+
+def _is_simple(attack: Attack) -> bool:
+    """Whether a runner would have a sandbox for a single program made for it."""
+    files = bool(attack.uploads or attack.reuploads or attack.downloads)
+    return is_simple(Code(attack.program), files=files, stdin=bool(attack.stdin_bytes))
+
+
+async def _create(tier: Tier, policy: Policy, *, simple: bool) -> Sandbox:
+    """The sandbox that a runner would have for such a program."""
+    if simple and isinstance(tier, Single):
+        return await tier.create_single(policy)
+    return await tier.create(policy)
 
 
 async def _watched(
@@ -224,7 +238,7 @@ async def _watched(
 async def _second(run: Run, tier: Tier, targets: dict[str, object]) -> None:
     """The second program: it is told all but the note."""
     told = {k: v for k, v in targets.items() if k != "note"}
-    sandbox = await tier.create(run.policy)
+    sandbox = await _create(tier, run.policy, simple=True)
     task = asyncio.ensure_future(
         sandbox.exec(Code(dialects.compose(run.attack.second, told, tier.features)), last=True)
     )

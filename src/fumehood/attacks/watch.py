@@ -466,12 +466,18 @@ def shares_namespace(kind: str) -> Watch:
 
 
 def left_namespace(kind: str) -> Watch:
-    """The marked process is in another namespace of ``kind`` than its parent."""
+    """The marked process is in another namespace of ``kind`` than its parent; or, where it is the first of its sandbox's
+    own, than the receipt says."""
 
-    def check(_run: Run, seen: Posture) -> str | None:
-        parent = namespaces(seen.proc.ppid).get(kind)
+    def check(run: Run, seen: Posture) -> str | None:
         own = seen.namespaces.get(kind)
-        return f"made a new {kind} namespace" if parent and own and parent != own else None
+        if seen.proc.ppid in {pid for pid, _ in run.known}:
+            name = {"mnt": "mount"}.get(kind, kind)
+            control = run.receipt.control(f"{name}_ns") if run.receipt is not None else None
+            given = f"{kind}:[{control.value}]" if control is not None else None
+        else:
+            given = namespaces(seen.proc.ppid).get(kind)
+        return f"made a new {kind} namespace" if given and own and given != own else None
 
     return _on_marked(f"/proc/PID/ns/{kind} of the process against its parent's", check)
 

@@ -15,7 +15,6 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
 
 from fumehood.session import GuestSandbox
 from fumehood.tiers.jail.client import Exit
@@ -63,10 +62,12 @@ class SingleChannel:
         self._tell_exit = on_exit
         self._outbox: deque[memoryview] = deque()
         self._complete = False  # all of the program is in the outbox
+        self._refused = False  # nobody took it whole
         self._writing = False
         self._drained: asyncio.Future[None] | None = None
         self._ident: object = None
         self._budget = 0
+        self._null = -1  # where a flood goes
         self._on_frame: OnFrame = lambda header, body: None
         self._on_lost: OnLost = lambda why: None
         self.lost: Exception | None = None
@@ -140,9 +141,9 @@ class SingleChannel:
                 self._writing = True
                 self._loop.add_writer(end, self._flush)
             return
-        except OSError:
-            self._outbox.clear()  # it is dead or dying, and the zygote will tell
-            self._complete = True
+        except OSError:  # it is dead or dying, and the zygote will tell
+            self._outbox.clear()
+            self._complete = self._refused = True
         if self._writing:
             self._writing = False
             self._loop.remove_writer(end)
@@ -189,7 +190,10 @@ class SingleChannel:
         with contextlib.suppress(OSError):  # root's share of pipe memory may be used up; then it is 64 KiB at a time
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_MAX)
         try:
-            gone = _splice_away(fd)
+            if self._null < 0:
+                self._null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            # By pages and not by bytes: nothing is copied.
+            gone = os.splice(fd, self._null, _PIPE_MAX, flags=os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE)
         except BlockingIOError:
             gone = -1
         if gone:
@@ -205,6 +209,10 @@ class SingleChannel:
     def _exited(self, ended: Exit | None) -> None:
         """All inside is dead, so what the pipes hold is all that will come."""
         if self.lost is not None:
+            return
+        if self._refused:
+            message = "its process was dead before it had the program"
+            self._on_frame({"op": "failed", "id": self._ident, "message": message}, b"")
             return
         if ended is None or self._ident is None:
             why = ChannelClosed("the zygote is gone" if ended is None else "the sandbox's process ended")
@@ -241,17 +249,9 @@ class SingleChannel:
             self._end.close()
             self._end = None
         os.close(self._program_fd)
+        if self._null >= 0:
+            os.close(self._null)
         self._outbox.clear()
         if self._drained is not None:
             self._drained.set_result(None)
             self._drained = None
-
-
-def _splice_away(fd: int) -> int:
-    """Move what a pipe holds to /dev/null, by pages and not by bytes; how much it was."""
-    return os.splice(fd, _null(), _PIPE_MAX, flags=os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE)
-
-
-@lru_cache(maxsize=1)
-def _null() -> int:
-    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
