@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from support.needs import need_tier
 
 from fumehood.enclosure import PidfdEnclosure
-from fumehood.errors import ClosedError
+from fumehood.errors import ClosedError, StartError
 from fumehood.model import Code, Limits, MiB, Outcome, Policy
 from fumehood.pool import Pool
+from fumehood.tiers import worker
 from fumehood.tiers.interpreter.tier import InterpreterTier
 from fumehood.tiers.worker import WorkerSandbox
 
@@ -107,3 +109,33 @@ def test_a_pool_that_is_closed_has_waited_for_every_worker() -> None:
         assert all(enclosure.dead for enclosure in enclosures)
 
     check(test, None)
+
+
+@pytest.mark.parametrize("jailed", [None, False], ids=["jail", "plain"])
+@pytest.mark.parametrize("hang", [1, 2])
+def test_a_worker_that_hangs_while_it_starts_is_made_anew_once(
+    jailed: bool | None, hang: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[WorkerSandbox] = []
+    start = worker.WorkerHost._start
+
+    async def hanging(*args: Any) -> WorkerSandbox:
+        made.append(await start(*args))
+        if len(made) <= hang:
+            made[-1]._around.signal(signal.SIGSTOP)
+        return made[-1]
+
+    async def test(tier: InterpreterTier) -> None:
+        if hang == 2:
+            with pytest.raises(StartError, match="not ready"):
+                await tier.create(Policy())
+        else:
+            sandbox = await tier.create(Policy())
+            assert (await sandbox.exec(Code("print(1)"), last=True)).stdout == "1\n"
+            await sandbox.close()
+        assert len(made) == 2 and all(map(dead, made))
+
+    monkeypatch.setattr(worker.WorkerHost, "_start", hanging)
+    monkeypatch.setattr(worker, "_HANGS_S", 0.5)
+    monkeypatch.setattr(worker, "_READY_TIMEOUT_S", 0.5 if hang == 2 else 60)
+    check(test, jailed)

@@ -56,6 +56,10 @@ Tool = Callable[..., Any]
 _PACKAGE = Path(fumehood.__file__).parent
 _PLAIN = str(_PACKAGE / "tiers" / "worker_child.py")
 _READY_TIMEOUT_S = 60.0
+#: A start takes some ten milliseconds, and a second where ten times too much is to be done. One that takes this long
+#: hangs: Monty's client has been seen to wait for ever for a process of its own that waits for it, for a reason that
+#: was not found, on a machine with a load of twenty. Nothing has run then, so another worker is made, once.
+_HANGS_S = 20.0
 _UNSUPPORTED_MAX = 200
 _KILL_AFTER_S = 0.001  # after a single-use program's end was told; close() does not wait for it
 _CALLS_MAX = 16  # host functions under way at once
@@ -153,6 +157,24 @@ class WorkerHost:
         tools: Mapping[str, Tool] | None = None,
     ) -> WorkerSandbox:
         """A worker that is ready for its program. Raises StartError, UnavailableError; nothing is left then."""
+        for patience_s in (_HANGS_S, _READY_TIMEOUT_S):
+            sandbox = await self._start(policy, controls, notes, tools or {})
+            try:
+                await sandbox.configure(configure, self.recipe, patience_s)
+            except BaseException as error:
+                await asyncio.shield(sandbox.close())
+                if isinstance(error, ChannelClosed):
+                    raise StartError("the worker died while it started", tier=self.recipe.tier) from None
+                if not isinstance(error, TimeoutError):
+                    raise
+            else:
+                return sandbox
+        raise StartError(f"the worker was not ready within {_READY_TIMEOUT_S:g} s", tier=self.recipe.tier)
+
+    async def _start(
+        self, policy: Policy, controls: tuple[Control, ...], notes: tuple[str, ...], tools: Mapping[str, Tool]
+    ) -> WorkerSandbox:
+        """A worker that does not know yet what it is to do."""
         if await in_thread(self.jailed):
             if self._jail is None:
                 self._jail = JailTier(guest=self.recipe.guest())
@@ -160,19 +182,7 @@ class WorkerHost:
         else:
             channel, enclosure, inner = await _start_plain(self.recipe, policy)
         receipt = self._receipt(policy, inner, controls, notes)
-        sandbox = WorkerSandbox(channel, enclosure, policy, receipt, tools=tools or {})
-        try:
-            home = self.recipe.home if receipt.control("jail") == _IN_JAIL else None
-            files = {n: f"{home}/{n}" if home else path for n, path in self.recipe.files.items()}
-            await channel.send({"op": "configure", **configure, "files": files})
-            await sandbox.ready(_READY_TIMEOUT_S)
-            enclosure.expect_usage()
-        except BaseException as error:
-            await asyncio.shield(sandbox.close())
-            if isinstance(error, ChannelClosed):
-                raise StartError("the worker died while it started", tier=self.recipe.tier) from None
-            raise
-        return sandbox
+        return WorkerSandbox(channel, enclosure, policy, receipt, tools=tools)
 
     def _receipt(
         self, policy: Policy, inner: Receipt, controls: tuple[Control, ...], notes: tuple[str, ...]
@@ -215,10 +225,20 @@ class WorkerSandbox(GuestSandbox):
         *,
         tools: Mapping[str, Tool],
     ) -> None:
+        self._around = enclosure
         self._tools = tools
         self._calls: set[asyncio.Task[None]] = set()
         self._lacking: str | None = None
         super().__init__(channel, enclosure, policy, receipt, env={})
+
+    async def configure(self, configuration: Header, recipe: Recipe, patience_s: float) -> None:
+        """Tell the worker what to do, and wait until it is ready. Raises TimeoutError, ChannelClosed, StartError."""
+        home = recipe.home if self._receipt.control("jail") == _IN_JAIL else None
+        files = {n: f"{home}/{n}" if home else path for n, path in recipe.files.items()}
+        async with asyncio.timeout(patience_s):
+            await self._channel.send({"op": "configure", **configuration, "files": files})
+            await asyncio.shield(self._ready)
+        self._around.expect_usage()
 
     async def exec(self, *args: Any, **kwargs: Any) -> Result:
         """See :class:`fumehood.tier.Sandbox`."""
