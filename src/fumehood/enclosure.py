@@ -119,7 +119,10 @@ class PidfdEnclosure:
 
     async def wait_dead(self) -> None:
         """Until the last process of the sandbox is dead."""
-        await asyncio.shield(self._death)
+        if not self._death.done() and process.ended(self._pidfd):
+            self._died()  # the event loop has not heard of it yet
+        if not self._death.done():
+            await asyncio.shield(self._death)
         if self._group is None and not self._counted:
             self._counted = True
             exact = await self._cpu_after_death()

@@ -466,8 +466,8 @@ def shares_namespace(kind: str) -> Watch:
 
 
 def left_namespace(kind: str) -> Watch:
-    """The marked process is in another namespace of ``kind`` than its parent; or, where it is the first of its sandbox's
-    own, than the receipt says."""
+    """The marked process is in another namespace of ``kind`` than its parent; or than the receipt says, where its parent
+    is outside."""
 
     def check(run: Run, seen: Posture) -> str | None:
         own = seen.namespaces.get(kind)

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import socket
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from fumehood.tiers.jail import runtime
 _PACKAGE = Path(fumehood.__file__).parent
 _LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
 _ZYGOTE = f"{runtime.CODE_HOME}/fumehood/tiers/jail/zygote.py"
+REQUEST = struct.Struct("!QI")  # as in the zygote: number of the request, id of the sandbox
 _MESSAGE_MAX = 1 << 18
 _PIDFDS_MAX = 2
 _START_TIMEOUT_S = 60.0  # imports of everything that is preloaded included
@@ -48,7 +50,10 @@ _PRELOAD_ENV = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"
 _PRELOAD_ENV["MPLCONFIGDIR"] = "/tmp"
 
 #: What the zygote's self-test asks for: the least that exercises every step.
-_SELF_TEST = {"id": 0, "disk_bytes": 1 << 20, "files": 64, "rlimits": {"CORE": 0, "NOFILE": 64}, "uid": 0}
+_SELF_TEST: dict[str, object] = {
+    "disk_bytes": 1 << 20, "files": 64, "rlimits": {"CORE": 0, "NOFILE": 64},
+    "terminals": False, "touch": False, "single": False,
+}  # fmt: skip
 
 
 class ZygoteLostError(StartError):
@@ -120,46 +125,26 @@ class Zygote:
         self._control.setblocking(False)
         loop.add_reader(self._control, self._listen)
 
-    def request(
-        self,
-        channel: socket.socket,
-        *,
-        disk_bytes: int,
-        files: int,
-        rlimits: dict[str, int],
-        terminals: bool = False,
-        touch: bool = False,
-        single: bool = False,
-    ) -> Request:
+    def request(self, channel: socket.socket, shape: bytes, *, processes: int = 1) -> Request:
         """Ask for a sandbox whose guest talks through ``channel``. The message is sent at once; await the answer.
 
-        ``touch``: the guest goes through a run beforehand, see :func:`fumehood.guest.agent.serve`. ``single``: it has
-        no agent, see :mod:`fumehood.tiers.jail.program`.
+        ``shape`` is what :func:`shape` makes; ``processes``: of how many a pidfd is to come, two of a ``single`` one.
         """
         if self.lost or self._loop is None:
             raise ZygoteLostError("the zygote is gone", tier="jail")
         ident = self._next
         self._next += 1
         inner_uid = 1 + ident % (IDS_PER_BLOCK - 1) if self._base else 0
-        message = {
-            "id": ident,
-            "disk_bytes": disk_bytes,
-            "files": files,
-            "rlimits": rlimits,
-            "uid": inner_uid,
-            "terminals": terminals,
-            "touch": touch,
-            "single": single,
-        }
         future: asyncio.Future[list[int]] = self._loop.create_future()
         self._spawning[ident] = future
         self._exits[ident] = self._loop.create_future()
         rights = array.array("i", [channel.fileno()])
         try:
-            self._control.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            message = [REQUEST.pack(ident, inner_uid), shape]
+            self._control.sendmsg(message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         except OSError as error:
             self._lose(f"the zygote takes no requests: {error}")
-        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future, 1 + single)
+        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future, processes)
 
     async def exited(self, ident: int) -> float | None:
         """CPU seconds that a dead sandbox used, all its processes together; None if the zygote died first."""
@@ -256,6 +241,18 @@ class Zygote:
             self._child.wait(_STOP_TIMEOUT_S)
 
 
+def shape(*, disk_bytes: int, files: int, rlimits: dict[str, int], terminals: bool, touch: bool, single: bool) -> bytes:
+    """What a sandbox is to be held to, as the zygote takes it.
+
+    ``touch``: the guest goes through a run beforehand, see :func:`fumehood.guest.agent.serve`. ``single``: it has no
+    agent, see :mod:`fumehood.tiers.jail.program`.
+    """
+    return json.dumps(
+        {"disk_bytes": disk_bytes, "files": files, "rlimits": rlimits}
+        | {"terminals": terminals, "touch": touch, "single": single}
+    ).encode()
+
+
 @dataclass(slots=True)
 class Request:
     """A sandbox that was asked for."""
@@ -268,16 +265,15 @@ class Request:
 
     async def answer(self) -> Spawned:
         """The sandbox. Raises ZygoteLostError, StartError; a sandbox that comes too late is killed."""
+        late = "the zygote did not answer in time"
+        timer = asyncio.get_running_loop().call_later(_SPAWN_TIMEOUT_S, self.zygote._lose, late)
         try:
-            async with asyncio.timeout(_SPAWN_TIMEOUT_S):
-                pidfds = await asyncio.shield(self.future)
+            pidfds = await self.future
         except asyncio.CancelledError:
-            self._give_up()
+            self.give_up()
             raise
-        except TimeoutError:
-            self._give_up()
-            self.zygote._lose("the zygote did not answer in time")
-            raise ZygoteLostError("the zygote did not answer in time", tier="jail") from None
+        finally:
+            timer.cancel()
         try:
             if len(pidfds) != self.processes:
                 raise OSError(errno.EPROTO, "the zygote sent other pidfds than were asked for")
@@ -289,7 +285,7 @@ class Request:
             return Spawned(self.ident, pids[0], pidfds[0], self.host_uid)
         return Spawned(self.ident, pids[0], pidfds[0], self.host_uid, pids[1], pidfds[1])
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Nobody takes the sandbox: if it is there already it is killed here, or else when it comes."""
         self.zygote.forget(self.ident)
         if not self.future.cancel() and not self.future.cancelled() and self.future.exception() is None:
@@ -348,7 +344,8 @@ def start(
         "filters": guest.filters,
         "root": guest.root,
         "disabled": sorted(disabled),
-        "self_test": {**_SELF_TEST, "uid": 1 if as_root else 0},
+        "self_test": _SELF_TEST,
+        "self_test_uid": 1 if as_root else 0,
     }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

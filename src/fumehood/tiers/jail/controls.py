@@ -50,20 +50,22 @@ CLONED = {
 
 
 class Box:
-    """What one sandbox is to be held to, and what was done."""
+    """What a sandbox is to be held to, and what was done. Those of one shape are made from one, with their own ids."""
 
-    def __init__(self, request: dict[str, Any], config: dict[str, Any]) -> None:
-        self.disk_bytes: int = request["disk_bytes"]
-        self.files: int = request["files"]
-        self.rlimits: dict[str, int] = request["rlimits"]  # name of a resource constant without RLIMIT_ -> value
-        self.host_uid: int = request["uid"]  # as the zygote's user namespace numbers it
+    def __init__(self, shape: dict[str, Any], config: dict[str, Any]) -> None:
+        self.disk_bytes: int = shape["disk_bytes"]
+        self.files: int = shape["files"]
+        # By the numbers of the resource constants, which the request names without RLIMIT_.
+        self.rlimits = [(getattr(resource, f"RLIMIT_{name}"), (n, n)) for name, n in shape["rlimits"].items()]
+        self.host_uid = 0  # as the zygote's user namespace numbers it
         self.last_capability: int = config["last_capability"]
         self.landlock_abi: int = config["landlock_abi"]
         self.seal_filter: bytes = config["seal_filter"]
         self.serve: Callable[[int, int, str], object] = config["serve"]
         self.root: str = config["root"]
-        self.terminals: bool = request.get("terminals", False)
-        self.touch: bool = request.get("touch", False)  # the agent rehearses a run before it is ready
+        self.terminals: bool = shape["terminals"]
+        self.touch: bool = shape["touch"]  # the guest rehearses a run before it is ready
+        self.single: bool = shape["single"]  # it has no agent
         self.disabled: frozenset[str] = config["disabled"]
         self.work_fd = -1
 
@@ -145,8 +147,8 @@ def _proc(box: Box) -> None:
 
 @_control("rlimits", "setrlimit(2)")
 def _rlimits(box: Box) -> None:
-    for name, value in box.rlimits.items():
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+    for number, both in box.rlimits:
+        resource.setrlimit(number, both)
 
 
 @_control("capabilities", "capset(2) and PR_CAPBSET_DROP")

@@ -61,7 +61,7 @@ def take_channel(channel: int) -> socket.socket:
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.dup2(channel, CHANNEL_FD, inheritable=False)
-    return socket.socket(fileno=CHANNEL_FD)
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL_FD)
 
 
 def go_on(end: socket.socket, seal_self: Callable[[], None]) -> bool:
@@ -100,9 +100,6 @@ def answer(end: socket.socket, *fds: int) -> None:
 def serve(end: socket.socket, box: Box) -> int:
     """Make the pipes, hand over their ends, take the program and run it to its end; the exit status."""
     agent.make_dumpable()
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
-    os.umask(0o022)
-    module = agent.fresh_interpreter()
     if box.touch:
         rehearse()
     stdin, none = os.pipe()
@@ -113,6 +110,10 @@ def serve(end: socket.socket, box: Box) -> int:
         os.close(fd)
     os.close(none)
     answer(end, box.work_fd, out, err)
+    # While the host reads back what is enforced.
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
+    os.umask(0o022)
+    module = agent.fresh_interpreter()
     name, env, code = receive(end)
     end.close()
     agent.set_environment(env)

@@ -28,7 +28,7 @@ from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, Sandbox, require
 from fumehood.tiers.jail import client, posture
-from fumehood.tiers.jail.client import AGENT, Guest, Spawned, Zygote, ZygoteLostError
+from fumehood.tiers.jail.client import AGENT, Guest, Request, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import program_env
 from fumehood.tiers.jail.single import SingleChannel, SingleSandbox
@@ -102,6 +102,7 @@ class JailTier:
         self._making = 0
         self._live = 0  # sandboxes that exist, those made ahead included
         self._tasks: set[asyncio.Task[None]] = set()
+        self._graves: list[Cgroup] = []  # empty, to be removed
         self._closed = False
 
     def probe(self) -> Probe:
@@ -200,22 +201,17 @@ class JailTier:
         hard = tree.hard if tree is not None else ()
         # Of ours there is one process beside the program's: the agent; or a PID 1 that is of the zygote's own uid.
         beside = 0 if single else 1
-        rlimits = _rlimits(limits, hard, beside=beside if zygote.has_ids else 1)
+        rlimits, shape = _shape(
+            limits, hard, policy.terminals, warm, single, pids=limits.pids + (beside if zygote.has_ids else 1)
+        )
         refuse_higher(rlimits, tier=self.name)
         ours, theirs = socket.socketpair()
+        request: Request | None = None
         group = None
         entries: list[int] = []
         try:
             with theirs:
-                request = zygote.request(
-                    theirs,
-                    disk_bytes=limits.disk_bytes,
-                    files=limits.files,
-                    rlimits=rlimits,
-                    terminals=policy.terminals,
-                    touch=warm,
-                    single=single,
-                )
+                request = zygote.request(theirs, shape, processes=1 + single)
             group = self._group(tree, limits, limits.pids + beside)  # while the zygote clones
             if group is not None:
                 entries = group.entries()
@@ -224,6 +220,8 @@ class JailTier:
                 let_go(ours, tier=self.name, entries=entries)
         except BaseException:
             ours.close()
+            if request is not None:
+                request.give_up()
             if group is not None:
                 group.remove()
             raise
@@ -298,7 +296,16 @@ class JailTier:
 
     def _bury(self, group: Cgroup) -> None:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
-        self._spawn_task(_removed(group))
+        self._graves.append(group)
+        if len(self._graves) == 1:
+            self._spawn_task(self._dig())
+
+    async def _dig(self) -> None:
+        """Remove what is buried, in a thread, as many at a time as have come meanwhile."""
+        while self._graves:
+            groups = tuple(self._graves)
+            await in_thread(_remove_all, groups)
+            del self._graves[: len(groups)]
 
     def _take_ahead(self, kind: Kind) -> _Seat | None:
         """A sandbox that was made ahead, if there is one of this kind that lives. What does not fit is thrown away."""
@@ -465,8 +472,10 @@ class _Seat:
         await self.enclosure.discard()
 
 
-async def _removed(group: Cgroup) -> None:
-    await in_thread(group.remove)
+def _remove_all(groups: tuple[Cgroup, ...]) -> None:
+    for group in groups:
+        with contextlib.suppress(OSError):  # it stays, and is swept by the next supervisor
+            group.remove()
 
 
 def _bind_to_cpus(pid: int, limits: Limits) -> None:
@@ -480,12 +489,29 @@ def _key(policy: Policy) -> Key:
     return packages_of(policy), policy.preload, tuple((m.source, m.target) for m in policy.mounts)
 
 
-def _rlimits(limits: Limits, hard: tuple[str, ...], *, beside: int) -> dict[str, int]:
+@lru_cache(maxsize=16)
+def _shape(
+    limits: Limits, hard: tuple[str, ...], terminals: bool, touch: bool, single: bool, *, pids: int
+) -> tuple[dict[str, int], bytes]:
+    """The limits of each process, and the whole as the zygote takes it."""
+    rlimits = _rlimits(limits, hard, pids=pids)
+    shape = client.shape(
+        disk_bytes=limits.disk_bytes,
+        files=limits.files,
+        rlimits=rlimits,
+        terminals=terminals,
+        touch=touch,
+        single=single,
+    )
+    return rlimits, shape
+
+
+def _rlimits(limits: Limits, hard: tuple[str, ...], *, pids: int) -> dict[str, int]:
     """Limits of each process, by name; a backstop where a cgroup holds the whole."""
     values = {
         "CORE": 0,
         "NOFILE": limits.open_files,
-        "NPROC": limits.pids + beside,
+        "NPROC": pids,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "FSIZE": limits.disk_bytes,

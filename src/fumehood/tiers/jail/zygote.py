@@ -1,9 +1,9 @@
 """Stage 2: the zygote. PID 1 of the outer PID namespace, inside the root, uid 0 of a user namespace without privilege.
 
 It imports what sandboxes start with, loads the long seccomp filter, proves on a throwaway child that this host lets a
-sandbox seal itself, and then serves its control socket. Messages are JSON datagrams with descriptors beside them:
+sandbox seal itself, and then serves its control socket. Messages are datagrams with descriptors beside them:
 
-    supervisor -> zygote   {"id", "disk_bytes", "files", "rlimits", "uid", "terminals", "touch", "single"}
+    supervisor -> zygote   REQUEST (id, uid), {"disk_bytes", "files", "rlimits", "terminals", "touch", "single"}
                            + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfds, or {"id", "error"}
@@ -29,6 +29,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import traceback
 import types
@@ -49,7 +50,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 CONTROL_FD = 3
+REQUEST = struct.Struct("!QI")
 _MESSAGE_MAX = 1 << 18
+_BOXES_MAX = 16
 _PRELOAD_BYTES = 64 << 20
 _NETWORKS_MAX = 64  # empty network namespaces kept for the next sandboxes
 #: What must not be switched off where a PID 1 does nothing: it makes the namespaces, and shares the zygote's memory.
@@ -115,6 +118,7 @@ class Zygote:
         self.poll = select.poll()
         self.children: dict[int, tuple[int, Sandbox]] = {}  # pidfd -> pid, sandbox
         self.inits = IdleInit()
+        self.boxes: dict[bytes, Box] = {}
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
@@ -133,23 +137,33 @@ class Zygote:
         if not message:
             return False
         channel = array.array("i", ancillary[0][2])[0]
-        request = json.loads(message)
+        ident, uid = REQUEST.unpack_from(message)
         try:
-            box = Box(request, self.config)
-            spawn = self.spawn_single if request["single"] else self.spawn
-            sandbox = Sandbox(request["id"], self.networks.enter())
+            box = self.box(message[REQUEST.size :])
+            box.host_uid = uid
+            spawn = self.spawn_single if box.single else self.spawn
+            sandbox = Sandbox(ident, self.networks.enter())
             try:
                 pidfds = spawn(box, channel, sandbox)
             except OSError:
                 if sandbox.init < 0:  # or else when that is dead
                     self.networks.give_back(sandbox.network)
                 raise
-            self.send({"id": request["id"], "spawned": True}, *pidfds)
+            self.send(b'{"id":%d,"spawned":true}' % ident, *pidfds)
         except OSError as error:
-            self.send({"id": request["id"], "error": str(error)})
+            self.send(json.dumps({"id": ident, "error": str(error)}).encode())
         finally:
             os.close(channel)
         return True
+
+    def box(self, shape: bytes) -> Box:
+        """What a sandbox of this shape is held to; most are of the shape of the one before."""
+        box = self.boxes.get(shape)
+        if box is None:
+            if len(self.boxes) >= _BOXES_MAX:
+                self.boxes.clear()
+            box = self.boxes[shape] = Box(json.loads(shape), self.config)
+        return box
 
     def spawn(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
         """Clone a sandbox's first process, for its pidfd; it waits until the supervisor lets it go on."""
@@ -204,13 +218,13 @@ class Zygote:
         self.inits.reaped(pid)
         self.networks.give_back(sandbox.network)
         if sandbox.ident is not None:
-            self.send({"id": sandbox.ident, "exited": status, "cpu_s": sandbox.cpu_s})
+            self.send(b'{"id":%d,"exited":%d,"cpu_s":%f}' % (sandbox.ident, status, sandbox.cpu_s))
 
-    def send(self, message: dict[str, Any], *fds: int) -> None:
+    def send(self, message: bytes, *fds: int) -> None:
         """One message, with descriptors if given. The supervisor may be gone: then the loop ends by itself."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self.control.sendmsg([json.dumps(message).encode()], rights)
+            self.control.sendmsg([message], rights)
         except (BrokenPipeError, ConnectionResetError):
             pass
 
@@ -272,6 +286,7 @@ def self_test(zygote: Zygote, *, single: bool) -> str:
     """Seal one throwaway child as a sandbox would be; the error it met, or nothing."""
     ours, theirs = socket.socketpair()
     box = Box(zygote.config["self_test"], zygote.config)
+    box.host_uid = zygote.config["self_test_uid"]
     sandbox = Sandbox(None, zygote.networks.enter())
     try:
         (zygote.spawn_single if single else zygote.spawn)(box, theirs.fileno(), sandbox)
