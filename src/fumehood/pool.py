@@ -108,6 +108,7 @@ class Pool:
         if not wait_s >= 0:
             raise PolicyError(f"pool: wait_s must be a number of seconds from 0, not {wait_s!r}")
         self.tier = tier
+        self._singles = tier if isinstance(tier, Single) else None  # the question costs more than a warm create()
         self.size = size
         self._live_max = live_max
         self._memory_bytes = memory_bytes
@@ -162,7 +163,7 @@ class Pool:
 
     async def create_single(self, policy: Policy, *, warm: bool = False) -> Sandbox:
         """The same for one simple program, see :class:`fumehood.tier.Single`."""
-        return await self._create(policy, single=isinstance(self.tier, Single))
+        return await self._create(policy, single=self._singles is not None)
 
     async def _create(self, policy: Policy, *, single: bool) -> Sandbox:
         shelf = self._shelf(policy, single)
@@ -189,7 +190,7 @@ class Pool:
 
         They are for simple programs where the tier makes such; others are kept once they were asked for.
         """
-        self._shelf(policy, isinstance(self.tier, Single))
+        self._shelf(policy, self._singles is not None)
 
     async def fill(self, policy: Policy) -> None:
         """Wait until there are as many warm sandboxes for ``policy`` as there is room for, or making them failed.
@@ -332,8 +333,8 @@ class Pool:
         policy = shelf.policy
         self._hold(policy, +1)
         try:
-            if shelf.single and isinstance(self.tier, Single):
-                sandbox = await self.tier.create_single(policy)
+            if shelf.single and self._singles is not None:
+                sandbox = await self._singles.create_single(policy)
             else:
                 sandbox = await self.tier.create(policy)
         except BaseException:
@@ -443,8 +444,8 @@ class Pool:
         policy = shelf.policy
         self._hold(policy, +1)
         try:
-            if shelf.single and isinstance(self.tier, Single):
-                sandbox = await self.tier.create_single(policy, warm=True)
+            if shelf.single and self._singles is not None:
+                sandbox = await self._singles.create_single(policy, warm=True)
             elif isinstance(self.tier, Warming):
                 sandbox = await self.tier.create_warm(policy)
             else:

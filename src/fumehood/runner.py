@@ -77,6 +77,7 @@ class AsyncRunner:
             require(tier, self.policy, floor=Boundary.parse(floor) if floor is not None else None)
         if warm:
             self.tier = Pool(self.tier, size=warm)
+        self._singles = self.tier if isinstance(self.tier, Single) else None  # not asked again at each run
         self._closed = False
         self._sandboxes: set[Sandbox] = set()
 
@@ -163,8 +164,8 @@ class AsyncRunner:
         tier = self.tier
         if self._closed:
             raise ClosedError("the runner is closed", tier=tier.name)
-        if single and isinstance(tier, Single):
-            sandbox = await tier.create_single(self.policy)
+        if single and self._singles is not None:
+            sandbox = await self._singles.create_single(self.policy)
         else:
             sandbox = await tier.create(self.policy)
         self._sandboxes.add(sandbox)
