@@ -61,6 +61,7 @@ class PidfdEnclosure:
         self._released = False
         self._counted = False
         self._hastened = False
+        self._emptied = False
         self.work_fd = -1
 
     def _died(self) -> None:
@@ -113,12 +114,23 @@ class PidfdEnclosure:
         """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
         if not self._death.done():
             process.kill_pidfd(self._pidfd)
-            if self._group is not None and not self._hastened:
+            if self._group is not None and not self._hastened and not self._vacant():
                 self._hastened = True
                 self._group.hasten()
 
+    def _vacant(self) -> bool:
+        """Whether all that is left is a PID 1 that does nothing: the program's process was in the group and is gone."""
+        if self._program and self._group is not None and not self._emptied:
+            try:
+                self._emptied = self._group.vacant()
+            except OSError:
+                pass
+        return self._emptied
+
     async def wait_dead(self) -> None:
-        """Until the last process of the sandbox is dead."""
+        """Until the last process of the sandbox is dead, but for a PID 1 that does nothing and is being killed."""
+        if self._vacant():
+            return
         if not self._death.done() and process.ended(self._pidfd):
             self._died()  # the event loop has not heard of it yet
         if not self._death.done():

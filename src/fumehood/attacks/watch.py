@@ -466,8 +466,8 @@ def shares_namespace(kind: str) -> Watch:
 
 
 def left_namespace(kind: str) -> Watch:
-    """The marked process is in another namespace of ``kind`` than its parent; or than the receipt says, where its parent
-    is outside."""
+    """The marked process is in another namespace of ``kind`` than its parent, or than the receipt says where that is
+    outside."""
 
     def check(run: Run, seen: Posture) -> str | None:
         own = seen.namespaces.get(kind)

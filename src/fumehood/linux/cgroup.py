@@ -378,6 +378,11 @@ class Cgroup:
         file = "memory.oom_control" if self._tree.version == 1 else "memory.events"
         return _field(_get(branch.fd, f"{self.name}/{file}"), b"oom_kill")
 
+    def vacant(self) -> bool:
+        """Whether no process is in the group, not even one that is dead and not yet waited for; False if unknown."""
+        branch = self._tree._pids
+        return branch is not None and int(_get(branch.fd, f"{self.name}/pids.current")) == 0
+
     def pids_denied(self) -> int:
         """Forks that failed with EAGAIN at ``pids``; 0 without a pids controller."""
         branch = self._tree._pids

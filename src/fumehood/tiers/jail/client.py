@@ -95,7 +95,7 @@ class Spawned:
     program_fd: int = -1  # its pidfd
 
 
-#: A sandbox of which all is dead: CPU seconds of all its processes, and the wait status of the one that counts.
+#: A sandbox's process that is dead and reaped: CPU seconds of it and of those that it waited for, and its wait status.
 Exit = tuple[float, int]
 
 
@@ -158,7 +158,7 @@ class Zygote:
         return None if ended is None else ended[0]
 
     def on_exit(self, ident: int, told: Callable[[Exit | None], object]) -> None:
-        """Have ``told`` called once, when all of a sandbox is dead; with None if the zygote is lost before that."""
+        """Have ``told`` called once, when a sandbox's process is dead; with None if the zygote is lost before that."""
         future = self._exits.get(ident)
         if future is None:
             assert self._loop is not None

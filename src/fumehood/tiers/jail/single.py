@@ -42,7 +42,7 @@ class SingleChannel:
     """A :class:`fumehood.wire.Link` to a sandbox without an agent.
 
     Owns ``end`` (the socket), ``out`` and ``err`` (reading ends of the pipes) and ``program_fd`` (the pidfd of the
-    program's process). ``on_exit`` is called once with whom to tell the end of all. Made inside a running event loop.
+    program's process). ``on_exit`` is called once with whom to tell that process's end. Made inside a running loop.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class SingleChannel:
     # --- the end
 
     def _exited(self, ended: Exit | None) -> None:
-        """All inside is dead, so what the pipes hold is all that will come."""
+        """The program's process is dead, so what it wrote is in the pipes, whoever else still writes to them."""
         if self.lost is not None:
             return
         if self._refused:

@@ -7,10 +7,11 @@ sandbox seal itself, and then serves its control socket. Messages are datagrams 
                            + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfds, or {"id", "error"}
-                           {"id", "exited": status, "cpu_s": seconds}
+                           {"id", "exited": status, "cpu_s": seconds}      of what is dead and reaped
 
 A sandbox is one child, which becomes the agent and PID 1; or, for a single program, two: a PID 1 that does nothing, and
-beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's.
+beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's; it is
+the other's end that is told, and PID 1 is killed then.
 
 It runs nobody's code itself, in namespaces from which it is invisible; a PID 1 that does nothing shares its memory and
 is shut to programs: it is not dumpable, and belongs to another user namespace.
@@ -97,15 +98,13 @@ class Networks:
 
 
 class Sandbox:
-    """A sandbox that lives: its first process, the program's if that is another, and what they used."""
+    """A sandbox that lives: its first process, and the program's if that is another."""
 
     def __init__(self, ident: int | None, network: int) -> None:
         self.ident = ident  # of the request; None: the zygote's own
         self.network = network
         self.init = self.init_fd = -1
         self.program = -1
-        self.status = 0
-        self.cpu_s = 0.0
 
 
 class Zygote:
@@ -200,25 +199,21 @@ class Zygote:
         self.poll.register(pidfd, select.POLLIN)
 
     def reap(self, pidfd: int) -> None:
-        """Collect a dead process, and tell what a sandbox used of which all is dead."""
+        """Collect a dead process. The end of the one that counts is told; PID 1 takes with it whatever is left."""
         pid, sandbox = self.children.pop(pidfd)
         self.poll.unregister(pidfd)
         _, status, used = os.wait4(pid, WAIT_ALL)
-        sandbox.cpu_s += used.ru_utime + used.ru_stime
-        if pid == sandbox.program:  # the end of all: PID 1 takes with it whatever is left
-            sandbox.status = status
+        if pid in (sandbox.program, sandbox.init if sandbox.program < 0 else -1) and sandbox.ident is not None:
+            cpu_s = used.ru_utime + used.ru_stime
+            self.send(b'{"id":%d,"exited":%d,"cpu_s":%f}' % (sandbox.ident, status, cpu_s))
+        if pid == sandbox.program:
             if sandbox.init_fd >= 0:
                 signal.pidfd_send_signal(sandbox.init_fd, signal.SIGKILL)
-            os.close(pidfd)
-            return
-        sandbox.init_fd = -1
+        else:
+            sandbox.init_fd = -1
+            self.inits.reaped(pid)
+            self.networks.give_back(sandbox.network)
         os.close(pidfd)
-        if sandbox.program >= 0:
-            status = sandbox.status  # it was reaped before, or PID 1 would not have ended
-        self.inits.reaped(pid)
-        self.networks.give_back(sandbox.network)
-        if sandbox.ident is not None:
-            self.send(b'{"id":%d,"exited":%d,"cpu_s":%f}' % (sandbox.ident, status, sandbox.cpu_s))
 
     def send(self, message: bytes, *fds: int) -> None:
         """One message, with descriptors if given. The supervisor may be gone: then the loop ends by itself."""
