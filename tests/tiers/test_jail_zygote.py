@@ -168,7 +168,7 @@ def test_a_hostile_answer_is_an_error_that_allows_another_try(
             data, ancillary, _, _ = control.recvmsg(1 << 18, socket.CMSG_SPACE(4))
             for _, _, raw in ancillary:
                 os.close(array.array("i", raw[:4])[0])
-            answer(control, json.loads(data)["id"])
+            answer(control, client.REQUEST.unpack_from(data)[0])
             control.settimeout(10)
             try:
                 control.recv(1)  # until the supervisor hangs up

@@ -201,7 +201,10 @@ class Zygote:
             if fds:
                 raise ValueError("it sent a descriptor unasked")
             return
-        waiting = self._spawning.pop(ident)
+        waiting = self._spawning[ident]
+        if "error" not in message and not cut and not fds:
+            raise ValueError("it sent no pidfd")
+        del self._spawning[ident]
         if "error" in message:
             if not waiting.done():
                 waiting.set_exception(StartError(str(message["error"])[:500], tier="jail"))
@@ -209,8 +212,6 @@ class Zygote:
             _kill(fds)
             if not waiting.done():
                 waiting.set_exception(StartError("this process has no descriptor left for a sandbox", tier="jail"))
-        elif not fds:
-            raise ValueError("it sent no pidfd")
         elif waiting.done():
             _kill(fds)  # the caller gave up waiting
         else:
