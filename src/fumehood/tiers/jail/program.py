@@ -101,7 +101,7 @@ def serve(end: socket.socket, box: Box) -> int:
     """Make the pipes, hand over their ends, take the program and run it to its end; the exit status."""
     agent.make_dumpable()
     if box.touch:
-        rehearse()
+        rehearse(agent.REHEARSAL)
     stdin, none = os.pipe()
     out, stdout = os.pipe()
     err, stderr = os.pipe()
@@ -114,6 +114,8 @@ def serve(end: socket.socket, box: Box) -> int:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
     module = agent.fresh_interpreter()
+    if not box.touch:
+        rehearse(b"")
     name, env, code = receive(end)
     end.close()
     agent.set_environment(env)
@@ -130,7 +132,8 @@ def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
     """The program's name, environment and code. Ends the process when the host is gone."""
     got = end.recv(_PIECE)
     while len(got) < HEAD.size or len(got) < HEAD.size + sum(HEAD.unpack_from(got)):
-        more = end.recv(_PIECE)
+        missing = HEAD.size + sum(HEAD.unpack_from(got)) - len(got) if len(got) >= HEAD.size else 1
+        more = end.recv(missing, socket.MSG_WAITALL)  # in one go: a large program comes in hundreds of pieces
         if not more:
             os._exit(agent.EXIT_LOST)
         got += more
@@ -140,13 +143,13 @@ def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
     return got[HEAD.size : env_start].decode(), got[env_start:code_start], got[code_start:]
 
 
-def rehearse() -> None:
+def rehearse(code: bytes) -> None:
     """Go once through what a program goes through, so that the first one finds every page in place.
 
-    What it prints goes nowhere: descriptors 0 to 2 are the zygote's /dev/null until the pipes are there.
+    What ``code`` prints goes nowhere before the pipes are there: descriptors 0 to 2 are the zygote's /dev/null.
     """
     namespace = {"__builtins__": __builtins__}
-    agent.run_code(agent.REHEARSAL, _REHEARSAL_NAME, namespace, _signal.default_int_handler)
+    agent.run_code(code, _REHEARSAL_NAME, namespace, _signal.default_int_handler)
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     agent._drop_objects(namespace)
     agent._flush_standard_streams()
