@@ -26,6 +26,7 @@ import fumehood
 from fumehood.errors import StartError, UnavailableError
 from fumehood.linux import process
 from fumehood.tiers.jail import runtime
+from fumehood.tiers.jail.controls import HOSTNAME
 
 _PACKAGE = Path(fumehood.__file__).parent
 _LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
@@ -332,6 +333,7 @@ def start(
         "root": as_root,
         "uid_base": base,
         "rootfs": rootfs,
+        "hostname": HOSTNAME,
         "argv": [runtime.PYTHON, "-I", "-S", "-B", _ZYGOTE],
         "env": env,
         "disabled": sorted(disabled),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 
 from fumehood.linux import capabilities, landlock, seccomp
 from fumehood.linux.libc import mount, unshare
@@ -114,12 +113,6 @@ def _cgroup_ns(box: Box) -> None:
     unshare(CLONE_NEWCGROUP)
 
 
-@_control("hostname", "sethostname(2)")
-def _hostname(box: Box) -> None:
-    if "uts_ns" not in box.disabled:
-        socket.sethostname(HOSTNAME)
-
-
 @_control("disk", "tmpfs size= and nr_inodes=")
 def _disk(box: Box) -> None:
     # One tmpfs holds /work, /tmp and /dev/shm, so that one number bounds all that can be written.
@@ -179,6 +172,7 @@ def _seccomp(box: Box) -> None:
 AROUND = {
     "environment": "execve(2) with an environment of its own",
     "net_ns": "network namespace without a device that is up",
+    "hostname": "sethostname(2)",
     "read_only": "mount_setattr(2) recursively read-only",
     "memory": "memory cgroup",
     "pids": "pids cgroup",

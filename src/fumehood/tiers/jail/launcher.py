@@ -93,6 +93,8 @@ def become_p0(control: socket.socket, plan: dict[str, Any]) -> None:
     Step.now = "make PID, IPC, UTS and network namespaces"
     net = 0 if "net_ns" in plan["disabled"] else CLONE_NEWNET
     unshare(CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | net)
+    if "hostname" not in plan["disabled"]:
+        socket.sethostname(plan["hostname"])  # each sandbox has a UTS namespace of its own, a copy of this
     wants_maps, asks = os.pipe()
     answers, has_maps = os.pipe()
     pid = os.fork()

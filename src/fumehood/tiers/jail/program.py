@@ -101,7 +101,7 @@ def serve(end: socket.socket, box: Box) -> int:
     """Make the pipes, hand over their ends, take the program and run it to its end; the exit status."""
     agent.make_dumpable()
     if box.touch:
-        rehearse(agent.REHEARSAL)
+        rehearse()
     stdin, none = os.pipe()
     out, stdout = os.pipe()
     err, stderr = os.pipe()
@@ -114,8 +114,6 @@ def serve(end: socket.socket, box: Box) -> int:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
     module = agent.fresh_interpreter()
-    if not box.touch:
-        rehearse(b"")
     name, env, code = receive(end)
     end.close()
     agent.set_environment(env)
@@ -143,13 +141,13 @@ def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
     return got[HEAD.size : env_start].decode(), got[env_start:code_start], got[code_start:]
 
 
-def rehearse(code: bytes) -> None:
+def rehearse() -> None:
     """Go once through what a program goes through, so that the first one finds every page in place.
 
-    What ``code`` prints goes nowhere before the pipes are there: descriptors 0 to 2 are the zygote's /dev/null.
+    What it prints goes nowhere: descriptors 0 to 2 are the zygote's /dev/null until the pipes are there.
     """
     namespace = {"__builtins__": __builtins__}
-    agent.run_code(code, _REHEARSAL_NAME, namespace, _signal.default_int_handler)
+    agent.run_code(agent.REHEARSAL, _REHEARSAL_NAME, namespace, _signal.default_int_handler)
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     agent._drop_objects(namespace)
     agent._flush_standard_streams()
