@@ -205,7 +205,9 @@ async def handshake(
     By ``entries`` it moves itself into its cgroup, see :meth:`fumehood.linux.cgroup.Cgroup.entries`. Raises StartError.
     """
     let_go(channel, tier=tier, entries=entries)
-    given = await sealed(channel, enclosure, tier=tier)
+    given = await sealed(channel, tier=tier)
+    if given:
+        enclosure.work_fd = given.pop(0)
     for fd in given:  # none, from our own code
         os.close(fd)
 
@@ -220,11 +222,11 @@ def let_go(channel: socket.socket, *, tier: str, entries: Sequence[int] = ()) ->
         raise StartError(f"the sandbox was lost before it sealed itself: {error}", tier=tier) from None
 
 
-async def sealed(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str) -> list[int]:
-    """Wait for the answer; what descriptors came with it, besides that of the work folder.
+async def sealed(channel: socket.socket, *, tier: str) -> list[int]:
+    """Wait for the answer; what descriptors came with it.
 
-    It answers with one byte: SEALED, with the descriptor of its work folder beside it if it has one, which the
-    enclosure keeps, and what else it hands over; or FAILED, followed by the reason as text to the end of the stream.
+    It answers with one byte: SEALED, with what it hands over beside it, such as the descriptor of its work folder if
+    it has one; or FAILED, followed by the reason as text to the end of the stream.
     The answer is written before any program runs, by our own code; it is bounded like a guest's word all the same.
     Raises StartError.
     """
@@ -245,8 +247,6 @@ async def sealed(channel: socket.socket, enclosure: PidfdEnclosure, *, tier: str
         if isinstance(error, OSError) and not isinstance(error, StartError):
             raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
         raise
-    if given:
-        enclosure.work_fd = given.pop(0)
     return given
 
 

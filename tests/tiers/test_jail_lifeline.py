@@ -54,7 +54,7 @@ SEALING = (
     + """
 import asyncio, socket
 import fumehood.tiers.{tier}.tier as tier
-async def hang(channel, enclosure, **_):
+async def hang(channel, *_, **__):
     if {given!r} and tier.handshake:
         channel.setblocking(True)
         channel.send(b"G")

@@ -9,7 +9,7 @@ docs/decisions/0010.
 On the socket from the host::
 
     host -> here    GO          with descriptors by which this process enters its cgroup; all is sealed then
-    here -> host    SEALED      with the work folder and the reading ends of stdout and stderr; or FAILED and the reason
+    here -> host    SEALED      with the reading ends of stdout and stderr and the work folder; or FAILED and the reason
     host -> here    HEAD, name, environment, code
 
 Nothing of it is open any more when the program runs: it finds descriptors 0 to 2.
@@ -109,7 +109,7 @@ def serve(end: socket.socket, box: Box) -> int:
         os.dup2(fd, number)
         os.close(fd)
     os.close(none)
-    answer(end, box.work_fd, out, err)
+    answer(end, out, err, box.work_fd)
     # While the host reads back what is enforced.
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)

@@ -237,8 +237,10 @@ class JailTier:
             guest = spawned.program or spawned.pid
             if not hurried:
                 await self._prepare(ours, guest, limits, hard, group)
-            pipes = await sealed(ours, enclosure, tier=self.name)
-            if len(pipes) != (2 if single else 0):
+            pipes = await sealed(ours, tier=self.name)
+            if len(pipes) == 2 * single + 1:
+                enclosure.work_fd = pipes.pop()
+            elif len(pipes) != 2 * single:
                 raise StartError("the sandbox handed over what was not asked for", tier=self.name)
             receipt = self._receipt(zygote, guest, spawned, policy, rlimits, group, hard, beside)
             ours.setblocking(False)

@@ -297,7 +297,8 @@ def self_test(zygote: Zygote, *, single: bool) -> str:
     except OSError as error:
         return str(error)
     finally:
-        ours.close()  # the guest's end of file: it exits
+        ours.close()
+        os.kill(sandbox.init, signal.SIGKILL)
         for fd in reversed(tuple(zygote.children)):  # a program before its PID 1
             zygote.reap(fd)
 
