@@ -1,0 +1,156 @@
+"""What a tier made ahead for one policy serves no other, and all of it is gone with the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.needs import need_tier
+from support.residue import Look
+
+from fumehood.model import Code, Limits, MiB, Policy
+from fumehood.runner import AsyncRunner
+from fumehood.tiers.jail.tier import AHEAD, JailTier
+
+BASE = Policy(limits=Limits(wall_s=20, open_files=100), env={"WHO": "base"})
+
+#: Policies that differ in one thing each, of all kinds of things that a sandbox is made with or told later.
+OTHERS = {
+    "rlimit": replace(BASE, limits=replace(BASE.limits, open_files=120)),
+    "memory": replace(BASE, limits=replace(BASE.limits, memory_bytes=100 * MiB)),
+    "disk": replace(BASE, limits=replace(BASE.limits, disk_bytes=20 * MiB)),
+    "output": replace(BASE, limits=replace(BASE.limits, output_bytes=4000)),
+    "overflow": replace(BASE, overflow="stop"),
+    "terminals": replace(BASE, terminals=True),
+    "environment": replace(BASE, env={"WHO": "another"}),
+}
+
+LOOK = Code(
+    "import os, resource\n"
+    "disk = os.statvfs('/work')\n"
+    "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], disk.f_blocks * disk.f_frsize, os.path.ismount('/dev/pts'),"
+    " os.environ['WHO'])"
+)
+
+
+def expected(policy: Policy) -> str:
+    limits = policy.limits
+    return f"{limits.open_files} {limits.disk_bytes} {policy.terminals} {policy.env['WHO']}\n"
+
+
+async def filled(tier: JailTier) -> None:
+    """Until as many are made ahead as there can be."""
+    async with asyncio.timeout(20):
+        while len(tier._ahead) < AHEAD or tier._making:
+            await asyncio.sleep(0.005)
+
+
+async def check(runner: AsyncRunner, *, files: bool) -> None:
+    """One run, in a sandbox with an agent if files go in: it sees its own policy, and so does its receipt."""
+    policy = runner.policy
+    result = await runner.run(LOOK, files={"a": b""} if files else None)
+    assert result.stdout == expected(policy), result.stderr
+    seen = {control.name: control.value for control in result.receipt.controls}
+    assert f"NOFILE={policy.limits.open_files} " in seen["rlimits"]
+    assert seen["disk"] == f"size={policy.limits.disk_bytes // 1024}k"
+    assert (seen["terminals"] != "none") == policy.terminals
+    assert policy.overflow in next(c.mechanism for c in result.receipt.controls if c.name == "output")
+    assert seen["memory"] == str(policy.limits.memory_bytes)
+
+
+@pytest.mark.parametrize("cgroups", [True, False])
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_sandbox_made_ahead_serves_its_own_policy_only(cgroups: bool, difference: str) -> None:
+    need_tier("jail")
+
+    async def main() -> None:
+        tier = JailTier(cgroups=cgroups)
+        async with AsyncRunner(tier=tier, policy=BASE) as one, AsyncRunner(tier=tier, policy=OTHERS[difference]) as two:
+            for files in (False, True):
+                for _ in range(2):  # from the second on, the next is made ahead
+                    await check(one, files=files)
+                await filled(tier)
+                await check(two, files=files)
+                await check(one, files=not files)
+                await check(two, files=files)
+
+    asyncio.run(main())
+
+
+def test_a_sandbox_for_one_program_is_no_live_one() -> None:
+    """Those made ahead for single programs have no agent: whoever wants files or a live sandbox gets another."""
+    need_tier("jail")
+
+    async def main() -> None:
+        tier = JailTier()
+        async with AsyncRunner(tier=tier, policy=BASE) as runner:
+            for _ in range(2):
+                await check(runner, files=False)
+            await filled(tier)
+            assert all(seat.kind[-1] for seat in tier._ahead)
+            async with runner.open() as live:
+                await live.write_file("a", b"1")
+                assert (await live.exec(Code("x = open('a').read(); print(x)"))).stdout == "1\n"
+                await check(runner, files=False)
+                assert (await live.exec(Code("print(x)"))).stdout == "1\n"
+            assert (await runner.run(Code("print(input())"), stdin=b"in\n")).stdout == "in\n"
+
+    asyncio.run(main())
+
+
+def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() -> None:
+    need_tier("jail")
+
+    async def main() -> None:
+        tier = JailTier()
+        async with AsyncRunner(tier=tier, policy=BASE) as one, AsyncRunner(tier=tier, policy=OTHERS["rlimit"]) as two:
+            for _ in range(2):
+                await check(one, files=False)
+            assert tier._making or tier._ahead
+            for _ in range(2):  # one that was still being made at the first is thrown away at the second
+                await check(two, files=False)
+            while tier._tasks:
+                await asyncio.sleep(0.005)
+            assert all(seat.kind[1] == OTHERS["rlimit"].limits for seat in tier._ahead)
+            assert tier._live == len(tier._ahead)
+
+    asyncio.run(main())
+
+
+def test_kinds_and_cancelled_runs_at_random(private_tmp: Path) -> None:
+    """Under any order each run is held to its own policy, and nothing is left: descriptors, processes, groups."""
+    need_tier("jail")
+    before = Look.take(private_tmp)
+    chance = random.Random(7)
+    policies = [BASE, OTHERS["rlimit"], OTHERS["overflow"], OTHERS["terminals"]]
+
+    async def one(runner: AsyncRunner) -> None:
+        run = asyncio.create_task(check(runner, files=chance.random() < 0.3))
+        if chance.random() < 0.5:
+            await asyncio.sleep(chance.random() * 0.008)
+            run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await run
+
+    async def main() -> None:
+        tier = JailTier()
+        async with contextlib.AsyncExitStack() as stack:
+            runners = [await stack.enter_async_context(AsyncRunner(tier=tier, policy=policy)) for policy in policies]
+            await check(runners[0], files=False)
+            (zygote,) = tier._zygotes.values()
+            for _ in range(60):
+                runner = chance.choice(runners)
+                await asyncio.gather(*(one(runner) for _ in range(chance.randrange(1, 4))))
+            while tier._tasks or tier._live > len(tier._ahead):
+                await asyncio.sleep(0.005)
+            assert len(zygote._exits) == len(tier._ahead) and not zygote._spawning
+            assert tier._zygotes and not zygote.lost
+            assert len(os.listdir("/proc/self/fd")) < len(before.descriptors) + 30
+
+    asyncio.run(main())
+    assert before.left(private_tmp) == []
