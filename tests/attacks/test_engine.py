@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -60,6 +60,24 @@ class DeafSandbox:
 
     async def close(self, **_: Any) -> tuple[()]:
         return ()
+
+
+class Apart(Deaf):
+    """Makes sandboxes for single programs, too, and remembers what it was asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    async def create(self, policy: Policy) -> Any:
+        self.asked.append("any")
+        return FilesSandbox()
+
+    async def create_single(self, policy: Policy, *, warm: bool = False) -> Any:
+        self.asked.append("single")
+        return DeafSandbox()
+
+
+class FilesSandbox(DeafSandbox):
+    async def write_file(self, path: str, data: bytes) -> None: ...
 
 
 class Untidy(Fake):
@@ -155,6 +173,13 @@ def test_a_host_without_the_property_is_not_applicable(monkeypatch: pytest.Monke
     finally:
         needs.missing.cache_clear()
     assert (finding.verdict, finding.seen) == (Verdict.NOT_APPLICABLE, "needs a rare thing")
+
+
+@pytest.mark.parametrize(("ident", "kind"), [("A1", "single"), ("B9", "any")])
+def test_an_attack_runs_in_the_sandbox_that_a_runner_would_have_made(ident: str, kind: str) -> None:
+    Apart.asked.clear()
+    carry_out(ident, lambda _, stage: Apart(stage))
+    assert set(Apart.asked) == {kind}  # the ordinary runs beside it, too, so that what a tier prepares is there before
 
 
 def test_residue_is_found_and_is_a_failure() -> None:
