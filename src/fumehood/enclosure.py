@@ -116,7 +116,10 @@ class PidfdEnclosure:
             process.kill_pidfd(self._pidfd)
             if self._group is not None and not self._hastened and not self._vacant():
                 self._hastened = True
-                self._group.hasten()
+                if self._program:  # PID 1 has no share of the group's to use up, and signals all when it dies
+                    self._group.let_off()
+                else:
+                    self._group.hasten()
 
     def _vacant(self) -> bool:
         """Whether all that is left is a PID 1 that does nothing: the program's process was in the group and is gone."""

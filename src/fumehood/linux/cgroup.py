@@ -425,11 +425,19 @@ class Cgroup:
             if tree._pids and int(_get(tree._pids.fd, f"{self.name}/pids.current")) <= 1:
                 return  # the first process alone, as after most programs
             self.kill(within_s=0)
-            if tree._cpu:
-                file, value = ("cpu.max", "max") if tree.version == 2 else ("cpu.cfs_quota_us", "-1")
-                _put(tree._cpu.fd, f"{self.name}/{file}", value)
         except OSError:
             pass  # it only takes longer
+        self.let_off()
+
+    def let_off(self) -> None:
+        """Take the bound on the share of the processor away, for what is dying. Waits for nothing, never raises."""
+        tree = self._tree
+        if tree._cpu:
+            file, value = ("cpu.max", "max") if tree.version == 2 else ("cpu.cfs_quota_us", "-1")
+            try:
+                _put(tree._cpu.fd, f"{self.name}/{file}", value)
+            except OSError:
+                pass  # it only takes longer
 
     def remove(self, *, within_s: float = 0.1) -> bool:
         """Remove the empty group, trying again while the kernel still calls it busy; returns whether it is gone.
