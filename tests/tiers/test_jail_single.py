@@ -235,12 +235,22 @@ def test_a_program_too_large_for_its_memory_ends(cgroups: bool) -> None:
         assert result.outcome is not Outcome.WALL and result.stdout == ""
 
 
+@pytest.mark.parametrize("mebibytes", [2, 3, 4, 6])
+def test_no_memory_for_the_program_is_no_exit_of_the_program(mebibytes: int) -> None:
+    """Without cgroups the process fails by itself, in the midst of receiving or when all has come."""
+    policy = Policy(limits=Limits(wall_s=5, memory_bytes=16 * MiB))
+    with pytest.raises(StartError, match="before it had the program"):
+        run("#" + "x" * (mebibytes << 20), policy=policy, cgroups=False)
+
+
+@pytest.mark.parametrize("size", [1, 15 << 20])
 @pytest.mark.parametrize("turns", [0, 1, 3, 10])
-def test_a_process_that_is_killed_while_it_is_sent_its_program_never_ran(turns: int) -> None:
+def test_a_process_that_is_killed_while_it_is_sent_its_program_never_ran(turns: int, size: int) -> None:
     async def main() -> None:
         async with a_single() as sandbox:
             program = sandbox._enclosure._program  # type: ignore[attr-defined]
-            running = asyncio.ensure_future(sandbox.exec(Code("#" + "x" * (15 << 20)), last=True))
+            os.kill(program, 19)  # so that it does not end by itself
+            running = asyncio.ensure_future(sandbox.exec(Code("#" + "x" * size), last=True))
             for _ in range(turns):
                 await asyncio.sleep(0)
             os.kill(program, 9)

@@ -11,6 +11,7 @@ On the socket from the host::
     host -> here    GO          with descriptors by which this process enters its cgroup; all is sealed then
     here -> host    SEALED      with the reading ends of stdout and stderr and the work folder; or FAILED and the reason
     host -> here    HEAD, name, environment, code
+    here -> host    the end of the stream; or FAILED, if there was no memory for that
 
 Nothing of it is open any more when the program runs: it finds descriptors 0 to 2.
 """
@@ -114,7 +115,11 @@ def serve(end: socket.socket, box: Box) -> int:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
     module = agent.fresh_interpreter()
-    name, env, code = receive(end)
+    try:
+        name, env, code = receive(end)
+    except MemoryError:
+        end.send(FAILED)
+        raise
     end.close()
     agent.set_environment(env)
     try:

@@ -173,9 +173,6 @@ class SingleChannel:
             self._writing = False
             self._loop.remove_writer(end)
         self._wake_sender()
-        if self._complete:
-            self._end = None
-            end.close()
 
     def _wake_sender(self) -> None:
         if self._drained is not None:
@@ -240,7 +237,7 @@ class SingleChannel:
         """The program's process is dead, so what it wrote is in the pipes, whoever else still writes to them."""
         if self.lost is not None:
             return
-        if self._ident is not None and (self._refused or self._outbox or not self._complete):
+        if self._ident is not None and not self._taken(dead=ended is not None):
             self._refused = True  # what is still to be sent is dropped
             self._outbox.clear()
             self._wake_sender()
@@ -262,6 +259,17 @@ class SingleChannel:
         status = os.waitstatus_to_exitcode(ended[1])
         done: Header = {"op": "done", "id": self._ident, "status": status, "overflow": False, "lost": True}
         self._on_frame(done | {f"{stream}_bytes": count for stream, count in self._counts.items()}, b"")
+
+    def _taken(self, *, dead: bool) -> bool:
+        """Whether the process may have had all of the program. A dead one tells."""
+        if self._end is None or self._refused or self._outbox or not self._complete:
+            return False
+        if not dead:
+            return True
+        try:
+            return self._end.recv(1) == b""
+        except OSError:  # ECONNRESET: closed with something unread in it (unix_release_sock() in net/unix/af_unix.c)
+            return False
 
     def _interrupt(self) -> None:
         """SIGINT to the program's process group; where the kernel cannot do that by a pidfd, to its main process."""
