@@ -434,7 +434,7 @@ def test_without_cgroups_a_hard_limit_is_refused_before_anything_starts() -> Non
     assert tier._zygotes == {} and posture.children(os.getpid()) == before
 
 
-AS_USER = ("posture", "lifeline", "zygote", "hosts", "census")
+AS_USER = ("posture", "single", "ahead", "lifeline", "zygote", "hosts", "census")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="is that run itself")

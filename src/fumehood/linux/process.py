@@ -16,6 +16,7 @@ import os
 import re
 import select
 import signal
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -24,6 +25,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 UNLIMITED = -1  # resource.RLIM_INFINITY as Linux has it in Python
+
+#: struct pidfd_info: the mask, the control group, eleven ids, the wait status.
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 0xC0000000 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 
 _READ_BYTES = 16384  # more than any file here that the kernel hands over in one piece
 
@@ -142,6 +148,24 @@ def pid_of_pidfd(fd: int) -> int:
     if pid <= 0:
         raise ProcessLookupError(errno.ESRCH, f"the process of pidfd {fd} is gone or not visible here")
     return pid
+
+
+def exit_status(fd: int) -> int | None:
+    """The wait status of the process of pidfd ``fd`` that has been reaped, by whomever; None before Linux 6.15.
+
+    PIDFD_GET_INFO of include/uapi/linux/pidfd.h, as long as its first version.
+    """
+    if sys.platform != "linux":
+        raise _not_linux()
+    import fcntl  # not everywhere
+
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *(0,) * 13))
+    try:
+        fcntl.ioctl(fd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(info)
+    return status if mask & _PIDFD_INFO_EXIT else None
 
 
 def kill_pidfd(fd: int, sig: int = 9) -> bool:

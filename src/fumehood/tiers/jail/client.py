@@ -96,8 +96,9 @@ class Spawned:
     program_fd: int = -1  # its pidfd
 
 
-#: A sandbox's process that is dead and reaped: CPU seconds of it and of those that it waited for, and its wait status.
-Exit = tuple[float, int]
+#: A sandbox's process that is dead and reaped: CPU seconds of it and of those that it waited for, and its wait status,
+#: None if the zygote was not told.
+Exit = tuple[float, int | None]
 
 
 class Zygote:
@@ -198,7 +199,8 @@ class Zygote:
         if "exited" in message:
             future = self._exits.get(ident)
             if future is not None and not future.done():
-                future.set_result((float(message["cpu_s"]), int(message["exited"])))
+                status = message["exited"]
+                future.set_result((float(message["cpu_s"]), None if status is None else int(status)))
             if fds:
                 raise ValueError("it sent a descriptor unasked")
             return

@@ -15,8 +15,10 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 from fumehood.execs import Run, Stdin
+from fumehood.linux import process
 from fumehood.model import Code, Outcome, Program
 from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.tier import Sink
@@ -51,6 +53,9 @@ class SingleSandbox(GuestSandbox):
         if self._codes:
             raise self._unsupported("a second program")
         return super()._begin(program, stdin, sink, last, background)
+
+    async def _ask(self, operation: str, *, body: bytes = b"", limit: int = 0, **fields: int) -> NoReturn:
+        raise self._unsupported("files")
 
     async def interrupt(self, *, grace_s: float | None = GRACE_S) -> None:
         """As in GuestSandbox; the kill of a program that does not end is the sandbox's."""
@@ -244,7 +249,10 @@ class SingleChannel:
             message = "its process was dead before it had the program"
             self._on_frame({"op": "failed", "id": self._ident, "message": message}, b"")
             return
-        if ended is None or self._ident is None:
+        status = ended[1] if ended is not None else None
+        if ended is not None and status is None:
+            status = process.exit_status(self._program_fd)
+        if status is None or self._ident is None:
             why = ChannelClosed("the zygote is gone" if ended is None else "the sandbox's process ended")
             self.lost = why
             self._let_go()
@@ -256,8 +264,8 @@ class SingleChannel:
                 left -= got
                 if self.lost is not None:
                     return
-        status = os.waitstatus_to_exitcode(ended[1])
-        done: Header = {"op": "done", "id": self._ident, "status": status, "overflow": False, "lost": True}
+        code = os.waitstatus_to_exitcode(status)
+        done: Header = {"op": "done", "id": self._ident, "status": code, "overflow": False, "lost": True}
         self._on_frame(done | {f"{stream}_bytes": count for stream, count in self._counts.items()}, b"")
 
     def _taken(self, *, dead: bool) -> bool:

@@ -7,7 +7,7 @@ sandbox seal itself, and then serves its control socket. Messages are datagrams 
                            + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfds, or {"id", "error"}
-                           {"id", "exited": status, "cpu_s": seconds}      of what is dead and reaped
+                           {"id", "exited": status or null, "cpu_s": seconds}      of what is dead and reaped
 
 A sandbox is one child, which becomes the agent and PID 1; or, for a single program, two: a PID 1 that does nothing, and
 beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's; it is
@@ -26,6 +26,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -177,7 +178,14 @@ class Zygote:
 
     def spawn_single(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
         """Start a PID 1 that does nothing and the program's process beside it, for their pidfds."""
-        sandbox.init, sandbox.init_fd = self.inits.start(box.clone_flags())
+        # PID 1 has nobody to wait for orphans, and is born to ignore SIGCHLD so that the kernel reaps them. Here it is
+        # ignored for no longer than that: a program's process that executed another ends with SIGCHLD after all
+        # (de_thread() in fs/exec.c), and who ignores that cannot wait for it.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            sandbox.init, sandbox.init_fd = self.inits.start(box.clone_flags())
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.watch(sandbox.init, sandbox.init_fd, sandbox)
         try:
             map_ids(sandbox.init, box)
@@ -202,10 +210,13 @@ class Zygote:
         """Collect a dead process. The end of the one that counts is told; PID 1 takes with it whatever is left."""
         pid, sandbox = self.children.pop(pidfd)
         self.poll.unregister(pidfd)
-        _, status, used = os.wait4(pid, WAIT_ALL)
+        try:
+            _, status, used = os.wait4(pid, WAIT_ALL)
+            exited, cpu_s = b"%d" % status, used.ru_utime + used.ru_stime
+        except ChildProcessError:  # it ended in the moment of spawn_single: only its status is lost
+            exited, cpu_s = b"null", 0.0
         if pid in (sandbox.program, sandbox.init if sandbox.program < 0 else -1) and sandbox.ident is not None:
-            cpu_s = used.ru_utime + used.ru_stime
-            self.send(b'{"id":%d,"exited":%d,"cpu_s":%f}' % (sandbox.ident, status, cpu_s))
+            self.send(b'{"id":%d,"exited":%b,"cpu_s":%f}' % (sandbox.ident, exited, cpu_s))
         if pid == sandbox.program:
             if sandbox.init_fd >= 0:
                 signal.pidfd_send_signal(sandbox.init_fd, signal.SIGKILL)
@@ -271,8 +282,9 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
         agent.make_undumpable = agent.make_dumpable
     agent.prepare(config["env"].encode())  # programs see a plain interpreter
     agent.make_undumpable()  # a PID 1 that does nothing shares this memory, and programs see it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # that PID 1 has nobody to wait for orphans
     signal.pthread_sigmask(signal.SIG_SETMASK, range(1, signal.NSIG))
+    # Nor has that PID 1 a queue: as an ordinary user, its sandbox may send it signals where Landlock does not say no.
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]))
     gc.collect()
     gc.freeze()
 
