@@ -58,9 +58,8 @@ def become_single(box: Box, init: int, channel: int) -> NoReturn:
 
 
 def take_channel(channel: int) -> socket.socket:
-    """Put the socket where every sandbox has it, and this process's signals to what a new process has."""
+    """Put the socket where every sandbox has it, and hear signals, which the zygote does not."""
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.dup2(channel, CHANNEL_FD, inheritable=False)
     return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL_FD)
 

@@ -19,6 +19,7 @@ is shut to programs: it is not dumpable, and belongs to another user namespace.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # without the enums of ``signal``: this is done for each sandbox
 import array
 import builtins
 import errno
@@ -181,11 +182,11 @@ class Zygote:
         # PID 1 has nobody to wait for orphans, and is born to ignore SIGCHLD so that the kernel reaps them. Here it is
         # ignored for no longer than that: a program's process that executed another ends with SIGCHLD after all
         # (de_thread() in fs/exec.c), and who ignores that cannot wait for it.
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)
         try:
             sandbox.init, sandbox.init_fd = self.inits.start(box.clone_flags())
         finally:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
         self.watch(sandbox.init, sandbox.init_fd, sandbox)
         try:
             map_ids(sandbox.init, box)
