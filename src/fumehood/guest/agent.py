@@ -1544,9 +1544,10 @@ def show(error: BaseException) -> None:
         else:
             sys.excepthook(type(error), error, error.__traceback__)
     except BaseException:
-        try:
+        try:  # a traceback may want more memory than there is; the name of what was to be shown does not
             os.write(2, b"Error in sys.excepthook\n")
-        except OSError:
+            os.write(2, b"The exception was " + type(error).__name__[:200].encode() + b"\n")
+        except BaseException:
             pass
 
 
