@@ -12,9 +12,10 @@ import itertools
 import json
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 FRAME = struct.Struct("!II")
 HEADER_MAX = 16 << 10
@@ -70,22 +71,49 @@ def decode(head: bytes) -> Header:
     return header
 
 
-class Link(Protocol):
-    """What a session needs of its way to a guest; :class:`Channel` is the usual one."""
+class Link(ABC):
+    """A session's way to a guest: it takes frames, and what cannot be sent at once waits. Usually a :class:`Channel`.
 
-    @property
-    def pending_bytes(self) -> int: ...
+    Made inside a running event loop.
+    """
 
-    def subscribe(self, on_frame: OnFrame, on_lost: OnLost) -> None: ...
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outbox: deque[memoryview] = deque()
+        self._drained: asyncio.Future[None] | None = None
+        self.lost: Exception | None = None
+        self.pending_bytes = 0  # what a guest has made us queue
 
-    def post(self, header: Header, body: bytes | memoryview = b"") -> None: ...
+    @abstractmethod
+    def subscribe(self, on_frame: OnFrame, on_lost: OnLost) -> None:
+        """Hand every frame to ``on_frame`` as it is parsed, and the end of the stream, once, to ``on_lost``."""
 
-    async def send(self, header: Header, body: bytes | memoryview = b"") -> None: ...
+    @abstractmethod
+    def post(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """Send a frame without waiting: what the stream does not take now goes out later. Raises ChannelClosed."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+
+    async def send(self, header: Header, body: bytes | memoryview = b"") -> None:
+        """Send a frame and wait until the stream has taken it. Raises ChannelClosed."""
+        self.post(header, body)
+        while self._outbox:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+            if self.lost is not None:
+                raise self.lost
+
+    def _wake_sender(self) -> None:
+        """All is sent, or never will be."""
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
 
 
-class Channel:
+class Channel(Link):
     """A stream of frames over raw descriptors (one socket may be both), which it owns.
 
     Made inside a running event loop. Frames go to the callbacks of :meth:`subscribe`, or else wait for
@@ -93,7 +121,7 @@ class Channel:
     """
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._loop = asyncio.get_running_loop()
+        super().__init__()
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._read_bytes = READ_BYTES_MIN
@@ -101,20 +129,16 @@ class Channel:
         self._frames: deque[tuple[Header, bytes]] = deque()
         self._queued_bytes = 0
         self._reading = False
-        self._outbox: deque[memoryview] = deque()
         self._writing = False
         self._waiter: asyncio.Future[None] | None = None
-        self._drained: asyncio.Future[None] | None = None
         self._on_frame: OnFrame | None = None
         self._on_lost: OnLost | None = None
-        self.lost: Exception | None = None
-        self.pending_bytes = 0
         for fd in {read_fd, write_fd}:
             os.set_blocking(fd, False)
         self._resume()
 
     def subscribe(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        """Hand every frame to ``on_frame`` as it is parsed, and the end of the stream, once, to ``on_lost``."""
+        """See :class:`Link`."""
         self._on_frame = on_frame
         self._on_lost = on_lost
         while self._frames and self._on_frame is not None:
@@ -139,7 +163,7 @@ class Channel:
         return header, body
 
     def post(self, header: Header, body: bytes | memoryview = b"") -> None:
-        """Send a frame without waiting: what the stream does not take now goes out later. Raises ChannelClosed."""
+        """See :class:`Link`."""
         if self.lost is not None:
             raise self.lost
         head = encode(header, len(body))
@@ -151,16 +175,6 @@ class Channel:
         self.pending_bytes += len(head) + len(body)
         if idle:
             self._on_writable()
-            if self.lost is not None:
-                raise self.lost
-
-    async def send(self, header: Header, body: bytes | memoryview = b"") -> None:
-        """Send a frame and wait until the stream has taken it. Raises ChannelClosed."""
-        self.post(header, body)
-        while self._outbox:
-            if self._drained is None:
-                self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)
             if self.lost is not None:
                 raise self.lost
 
@@ -245,9 +259,7 @@ class Channel:
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._write_fd)
-        if self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
+        self._wake_sender()
 
     def _lose(self, why: Exception) -> None:
         if self.lost is not None:
@@ -261,9 +273,8 @@ class Channel:
         self.pending_bytes = 0
         for fd in {self._read_fd, self._write_fd}:
             os.close(fd)
-        for future in (self._waiter, self._drained):
-            if future is not None and not future.done():
-                future.set_result(None)
-        self._drained = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._wake_sender()
         if self._on_lost is not None:
             self._on_lost(why)

@@ -7,13 +7,11 @@ come bytes of output and nothing else: there is no message of the guest's to be 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -24,7 +22,7 @@ from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.tier import Sink
 from fumehood.tiers.jail.client import Exit
 from fumehood.tiers.jail.program import HEAD
-from fumehood.wire import ChannelClosed, Header, OnFrame, OnLost
+from fumehood.wire import ChannelClosed, Header, Link, OnFrame, OnLost
 
 _READ_BYTES = 64 << 10  # what a pipe holds by default, pipe(7)
 
@@ -65,8 +63,8 @@ class SingleSandbox(GuestSandbox):
             run.timers.append(self._loop.call_later(grace_s, self._impose, run, Outcome.CANCELLED))
 
 
-class SingleChannel:
-    """A :class:`fumehood.wire.Link` to a sandbox without an agent.
+class SingleChannel(Link):
+    """The way to a sandbox without an agent, which cannot make us queue anything.
 
     Owns ``end`` (the socket), ``out`` and ``err`` (reading ends of the pipes) and ``program_fd`` (the pidfd of the
     program's process). ``on_exit`` is called once with whom to tell that process's end. Made inside a running loop.
@@ -80,26 +78,22 @@ class SingleChannel:
         program_fd: int,
         on_exit: Callable[[Callable[[Exit | None], object]], object],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        super().__init__()
         self._end: socket.socket | None = end
         self._pipes = {out: "out", err: "err"}
         self._counts = {"out": 0, "err": 0}
         self._listened: set[int] = set()
         self._program_fd = program_fd
         self._tell_exit = on_exit
-        self._outbox: deque[memoryview] = deque()
         self._complete = False  # all of the program is in the outbox
         self._refused = False  # nobody took it whole
         self._writing = False
-        self._drained: asyncio.Future[None] | None = None
         self._ident: object = None
         self._budget = 0
         self._null = -1  # where a flood goes
         self._looks = 0  # at what nobody keeps
         self._on_frame: OnFrame = lambda header, body: None
         self._on_lost: OnLost = lambda why: None
-        self.lost: Exception | None = None
-        self.pending_bytes = 0  # what a guest can make us queue: nothing
         end.setblocking(False)
         for fd in self._pipes:
             os.set_blocking(fd, False)
@@ -137,16 +131,6 @@ class SingleChannel:
             raise NotImplementedError(operation)
         self._flush()
 
-    async def send(self, header: Header, body: bytes | memoryview = b"") -> None:
-        """The same, and wait until it is sent."""
-        self.post(header, body)
-        while self._outbox:
-            if self._drained is None:
-                self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)
-            if self.lost is not None:
-                raise self.lost
-
     def close(self) -> None:
         """Let go of everything. Idempotent."""
         if self.lost is None:
@@ -178,11 +162,6 @@ class SingleChannel:
             self._writing = False
             self._loop.remove_writer(end)
         self._wake_sender()
-
-    def _wake_sender(self) -> None:
-        if self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
 
     # --- output comes out
 
