@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -211,8 +212,7 @@ async def handshake(
     given = await sealed(channel, tier=tier)
     if given:
         enclosure.work_fd = given.pop(0)
-    for fd in given:  # none, from our own code
-        os.close(fd)
+    _close(given)  # none, from our own code
 
 
 def let_go(channel: socket.socket, *, tier: str, entries: Sequence[int] = ()) -> None:
@@ -234,23 +234,27 @@ async def sealed(channel: socket.socket, *, tier: str) -> list[int]:
     Raises StartError.
     """
     given: list[int] = []
-    try:
-        async with asyncio.timeout(_SEAL_TIMEOUT_S):
-            answer = await _receive(channel, 1, given)
-            if answer == FAILED:
-                reason = (await _receive(channel, _REASON_MAX, given)).decode("utf-8", "replace")
-                raise StartError(f"the sandbox could not seal itself: {reason}", tier=tier)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_close, given)
+        try:
+            async with asyncio.timeout(_SEAL_TIMEOUT_S):
+                answer = await _receive(channel, 1, given)
+                if answer == FAILED:
+                    reason = (await _receive(channel, _REASON_MAX, given)).decode("utf-8", "replace")
+                    raise StartError(f"the sandbox could not seal itself: {reason}", tier=tier)
+        except TimeoutError:
+            raise StartError("the sandbox did not seal itself in time", tier=tier) from None
+        except OSError as error:
+            raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
         if answer != SEALED:
             raise StartError("the sandbox died while it sealed itself", tier=tier)
-    except BaseException as error:
-        for fd in given:
-            os.close(fd)
-        if isinstance(error, TimeoutError):
-            raise StartError("the sandbox did not seal itself in time", tier=tier) from None
-        if isinstance(error, OSError) and not isinstance(error, StartError):
-            raise StartError(f"the sandbox was lost while it sealed itself: {error}", tier=tier) from None
-        raise
+        undo.pop_all()
     return given
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 async def _receive(channel: socket.socket, size: int, given: list[int]) -> bytes:

@@ -208,16 +208,12 @@ class JailTier:
         ours, theirs = socket.socketpair()
         request: Request | None = None
         group = None
-        entries: list[int] = []
         try:
             with theirs:
                 request = zygote.request(theirs, shape, processes=1 + single)
             group = self._group(tree, limits, limits.pids + beside)  # while the zygote clones
-            if group is not None:
-                entries = group.entries()
-            hurried = single and bool(entries) and "cpu" in hard  # else its ids are not mapped yet
-            if hurried:
-                let_go(ours, tier=self.name, entries=entries)
+            # An agent's ids are not mapped yet; a single program's were before it was born.
+            hurried = single and "cpu" in hard and group is not None and self._let_enter(ours, group)
         except BaseException:
             ours.close()
             if request is not None:
@@ -225,9 +221,6 @@ class JailTier:
             if group is not None:
                 group.remove()
             raise
-        finally:
-            for fd in entries:
-                os.close(fd)
         enclosure = None
         pipes: list[int] = []
         try:
@@ -264,17 +257,22 @@ class JailTier:
         """Put a process that waits where it does not go by itself, and let it go on."""
         if "cpu" not in hard:
             _bind_to_cpus(pid, limits)
-        if group is None:
-            let_go(end, tier=self.name)
+        if group is not None and self._let_enter(end, group):
             return
+        if group is not None:  # a thread, since it may wait for a grace period of the kernel's, and others wait for us
+            await in_thread(group.add, pid)
+        let_go(end, tier=self.name)
+
+    def _let_enter(self, end: socket.socket, group: Cgroup) -> bool:
+        """Let a process go on that moves itself into its group; False if it cannot do that here."""
         entries = group.entries()
         try:
-            if not entries:  # a thread, since it may wait for a grace period of the kernel's, and others wait for us
-                await in_thread(group.add, pid)
-            let_go(end, tier=self.name, entries=entries)
+            if entries:
+                let_go(end, tier=self.name, entries=entries)
         finally:
             for fd in entries:
                 os.close(fd)
+        return bool(entries)
 
     def _enclose(self, zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
         return PidfdEnclosure(
