@@ -21,6 +21,7 @@ from fumehood.linux.cgroup import Cgroup
 from fumehood.model import Code, Limits, Outcome, Policy, Result
 from fumehood.pool import Pool
 from fumehood.runner import AsyncRunner, Runner
+from fumehood.tier import Sandbox
 from fumehood.tiers.jail import tier as tier_module
 from fumehood.tiers.jail.client import Zygote
 from fumehood.tiers.jail.single import SingleChannel
@@ -47,6 +48,17 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 def faults(pids: list[int]) -> int:
     """Minor page faults so far, field 10 of proc_pid_stat(5)."""
     return sum(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7]) for pid in pids)
+
+
+async def faults_of_a_run(sandbox: Sandbox, pids: list[int]) -> int:
+    """Those of ``pids`` from the call to a program's first output. The sandbox is closed then."""
+    before = faults(pids)
+    seen: list[int] = []
+    program = "print(1, flush=True)\nimport time; time.sleep(0.5)"
+    result = await sandbox.exec(Code(program), sink=lambda *_: seen.append(faults(pids)), last=True)
+    assert result.ok
+    await sandbox.close()
+    return seen[0] - before
 
 
 def first_process(sandbox: object) -> int:
@@ -112,16 +124,7 @@ def test_a_warm_run_meets_its_pages_in_place() -> None:
             await sandbox.ready(30)
             pids = [first_process(sandbox), *process.descendants(first_process(sandbox))]
             assert len(pids) == 2
-            before = faults(pids)
-            seen: list[int] = []
-
-            def sink(stream: str, data: bytes, seen: list[int] = seen, pids: list[int] = pids) -> None:
-                seen.append(faults(pids))
-
-            program = "print(1, flush=True)\nimport time; time.sleep(0.5)"
-            assert (await sandbox.exec(Code(program), sink=sink, last=True)).ok
-            counts[warm] = seen[0] - before
-            await sandbox.close()
+            counts[warm] = await faults_of_a_run(sandbox, pids)
         await tier.close()
         assert counts[True] <= FAULTS_MAX, counts
         assert counts[True] < counts[False] / 2, counts
@@ -140,15 +143,7 @@ def test_a_warm_run_of_a_single_program_meets_its_pages_in_place(monkeypatch: py
             program: int = sandbox._enclosure._program  # type: ignore[attr-defined]
             while process_state(program) != "S":
                 await asyncio.sleep(0.01)
-            before = faults([program])
-            seen: list[int] = []
-            text = "print(1, flush=True)\nimport time; time.sleep(0.5)"
-            result = await sandbox.exec(
-                Code(text), sink=lambda *_, seen=seen, program=program: seen.append(faults([program])), last=True
-            )
-            assert result.ok
-            counts[warm] = seen[0] - before
-            await sandbox.close()
+            counts[warm] = await faults_of_a_run(sandbox, [program])
         await tier.close()
         assert counts[True] <= SINGLE_FAULTS_MAX, counts
         assert counts[True] < counts[False] / 2, counts
