@@ -346,6 +346,7 @@ def start(
         "env": "".join(f"{name}={value}\0" for name, value in runtime.program_env().items()),
         "preload": list(preload),
         "guest": guest.entry,
+        "single": guest is AGENT,
         "filters": guest.filters,
         "root": guest.root,
         "disabled": sorted(disabled),

@@ -145,7 +145,7 @@ class JailTier:
             if isinstance(error, FumehoodError):
                 raise
             raise StartError(f"the sandbox could not be set up: {error}", tier="jail") from None
-        if not zygote.single or self._guest is not AGENT:
+        if not zygote.single:
             return await (self.create_warm(policy) if warm else self.create(policy))
         seat = await self._start(policy, warm, single=True)
         spawned = seat.spawned

@@ -330,7 +330,8 @@ def main() -> None:
         prepare(config, filters)
         zygote = Zygote(control, config)
         failed = self_test(zygote, single=False)
-        alone = not config["disabled"] & NEEDED_ALONE and not self_test(zygote, single=True)
+        wanted = config["single"] and not config["disabled"] & NEEDED_ALONE
+        alone = wanted and not self_test(zygote, single=True)
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).strip()
         control.send(
