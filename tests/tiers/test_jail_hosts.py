@@ -44,9 +44,10 @@ with open("/proc/sys/user/max_user_namespaces", "w") as f: f.write("0")
 NO_UNSHARE = """
 import struct
 from fumehood.linux import capabilities, seccomp
-capabilities.no_new_privs()
+from fumehood.linux.steps import at_once
+at_once(capabilities.no_new_privs)
 def step(code, jump_true, jump_false, value): return struct.pack("HBBI", code, jump_true, jump_false, value)
-seccomp.load(b"".join((
+at_once(seccomp.load, b"".join((
     step(0x20, 0, 0, 0), step(0x15, 2, 0, {unshare}), step(0x15, 2, 0, {clone3}), step(0x06, 0, 0, 0x7FFF0000),
     step(0x06, 0, 0, 0x00050001), step(0x06, 0, 0, 0x00050026),
 )))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fumehood.linux import landlock, libc, seccomp
+from fumehood.linux.steps import at_once
 
 ABI = landlock.abi()
 PR_SET_NO_NEW_PRIVS = 38
@@ -59,9 +60,10 @@ class Jail:
 
     def seal(self) -> None:
         libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-        ruleset = landlock.jail_ruleset(["/"], [str(self.inside)], ["/dev/null"])
-        landlock.restrict(ruleset)
-        os.close(ruleset)
+        at_once(landlock.jail, self.beneath(("/dev/null", landlock.DEVICE & landlock.FILE_RIGHTS)), ABI)
+
+    def beneath(self, *more: tuple[str, int]) -> list[tuple[str, int]]:
+        return [("/", landlock.READ_ONLY), (str(self.inside), landlock.WRITABLE), *more]
 
     def attempt(self, act: Callable[[], object]) -> tuple[str, str]:
         """The answer without and with the ruleset. The latter goes first, so that it finds nothing done already."""
@@ -185,36 +187,62 @@ def test_signals_reach_only_the_own_jail(jail: Jail) -> None:
 def test_an_older_abi_still_holds_the_files(version: int, jail: Jail) -> None:
     def seal() -> None:
         libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-        landlock.restrict(landlock.jail_ruleset(["/"], [str(jail.inside)], ["/dev"], version))
+        at_once(landlock.jail, jail.beneath(("/dev", landlock.DEVICE)), version)
 
     assert in_child(lambda: (jail.inside / "new").write_text("x"), seal) == "1"
     assert in_child(lambda: (jail.outside / "new").write_text("x"), seal) == "EACCES"
 
 
 def test_no_descriptor_is_left(jail: Jail) -> None:
-    before = os.listdir("/proc/self/fd")
-    os.close(landlock.jail_ruleset(["/"], [str(jail.inside)], ["/dev"]))
-    with pytest.raises(FileNotFoundError):
-        landlock.jail_ruleset(["/"], [str(jail.inside / "absent")], [])
-    assert os.listdir("/proc/self/fd") == before
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def seal_and_count() -> int:
+        before = count()
+        jail.seal()
+        return count() - before
+
+    assert in_child(seal_and_count) == "0"
 
 
-def test_a_link_is_not_followed(jail: Jail) -> None:
+@pytest.mark.parametrize(
+    ("path", "rights", "refusal"),
+    [
+        ("link", landlock.READ_ONLY, "ENOTDIR"),
+        ("file", landlock.WRITABLE, "ENOTDIR"),
+        ("no", landlock.WRITABLE, "ENOENT"),
+    ],
+)
+def test_a_path_is_what_it_is_said_to_be(path: str, rights: int, refusal: str, jail: Jail) -> None:
     (jail.inside / "link").symlink_to("/")
-    with pytest.raises(OSError) as caught:
-        landlock.jail_ruleset([], [str(jail.inside / "link")], [])
-    assert caught.value.errno == errno.ELOOP
-    assert caught.value.filename == str(jail.inside / "link")
+    (jail.inside / "file").touch()
+
+    def seal() -> None:
+        libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
+        at_once(landlock.jail, jail.beneath((str(jail.inside / path), rights)), ABI)
+
+    assert in_child(seal) == refusal
+
+
+def test_a_rule_on_a_link_gives_nothing_behind_it(jail: Jail) -> None:
+    link = jail.inside / "link"
+    link.symlink_to(jail.outside / "file")
+
+    def seal() -> None:
+        libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
+        at_once(landlock.jail, jail.beneath((str(link), landlock.FILE_RIGHTS)), ABI)
+
+    assert in_child(lambda: (jail.outside / "file").write_text("x"), seal) == "EACCES"
 
 
 def test_where_the_kernel_refuses_landlock(jail: Jail) -> None:
     def seal() -> None:
         libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-        seccomp.load(seccomp.allow_list())
-        seccomp.load(seccomp.seal())
+        at_once(seccomp.load, seccomp.allow_list())
+        at_once(seccomp.load, seccomp.seal())
 
     assert in_child(landlock.abi, seal) == "0"
-    assert in_child(lambda: landlock.jail_ruleset(["/"], [], []), seal) == "ENOSYS"
+    assert in_child(lambda: at_once(landlock.jail, jail.beneath(), ABI), seal) == "ENOSYS"
 
 
 def test_covers_names_what_is_held_and_what_is_not() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import pytest
 
 from fumehood.linux import libc, seccomp, syscalls
+from fumehood.linux.steps import at_once
 
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "i386": 0x40000003, "arm": 0x40000028}
@@ -211,8 +212,8 @@ def in_child(act: Callable[[], object], *, filtered: bool = True) -> str:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if filtered:
                 libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-                seccomp.load(seccomp.allow_list())
-                seccomp.load(seccomp.seal())
+                at_once(seccomp.load, seccomp.allow_list())
+                at_once(seccomp.load, seccomp.seal())
             answer = repr(act())
         except OSError as error:
             answer = errno.errorcode[error.errno or 0]
@@ -294,13 +295,13 @@ def test_the_set_up_runs_between_the_filters() -> None:
 
     def both_steps() -> str:
         libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-        seccomp.load(seccomp.allow_list())
+        at_once(seccomp.load, seccomp.allow_list())
         libc.unshare(0)
-        seccomp.load(seccomp.seal())
+        at_once(seccomp.load, seccomp.seal())
         with pytest.raises(PermissionError):
             libc.unshare(0)
         with pytest.raises(PermissionError):
-            seccomp.load(seccomp.seal())
+            at_once(seccomp.load, seccomp.seal())
         return "done"
 
     assert in_child(both_steps, filtered=False) == "'done'"
@@ -309,7 +310,7 @@ def test_the_set_up_runs_between_the_filters() -> None:
 def test_load_reports_what_the_kernel_refuses() -> None:
     def nothing() -> None:
         libc.prctl("PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
-        seccomp.load(b"")
+        at_once(seccomp.load, b"")
 
     assert in_child(nothing, filtered=False) == "EINVAL"
 
@@ -329,8 +330,8 @@ def test_tsync_reaches_threads_that_run_already() -> None:
 
         thread = threading.Thread(target=wait_and_ask)
         thread.start()
-        seccomp.load(seccomp.allow_list(), tsync=True)
-        seccomp.load(seccomp.seal(), tsync=True)
+        at_once(seccomp.load, seccomp.allow_list(), tsync=True)
+        at_once(seccomp.load, seccomp.seal(), tsync=True)
         loaded.set()
         thread.join()
         return answers[0]

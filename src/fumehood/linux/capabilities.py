@@ -1,18 +1,19 @@
-"""Capabilities: giving all of them up, in every set and for ever (capabilities(7))."""
+"""Capabilities: giving all of them up, in every set and for ever (capabilities(7)).
+
+Each function adds the steps that do it, see :mod:`fumehood.linux.steps`.
+"""
 
 from __future__ import annotations
 
 import struct
 
-from fumehood.linux.libc import prctl, syscall
-from fumehood.linux.syscalls import numbers
+from fumehood.linux.steps import Steps
 
 _PR_CAPBSET_DROP = 24
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _VERSION_3 = 0x20080522
-_CAPSET = numbers()["capset"]
 _HEADER = struct.pack("=Ii", _VERSION_3, 0)
 _NONE = bytes(24)
 
@@ -23,19 +24,19 @@ def last() -> int:
         return int(file.read())
 
 
-def drop_bounding(highest: int) -> None:
+def drop_bounding(steps: Steps, highest: int) -> None:
     """Empty the bounding set, so that no program that is executed can gain a capability."""
     for capability in range(highest + 1):
-        prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, capability)
+        steps.call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
-def drop_all(highest: int) -> None:
+def drop_all(steps: Steps, highest: int) -> None:
     """Empty the bounding, ambient, effective, permitted and inheritable sets up to capability ``highest``."""
-    drop_bounding(highest)
-    prctl("PR_CAP_AMBIENT", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-    syscall("capset", _CAPSET, _HEADER, _NONE)
+    drop_bounding(steps, highest)
+    steps.call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    steps.call("capset", _HEADER, _NONE)
 
 
-def no_new_privs() -> None:
+def no_new_privs(steps: Steps) -> None:
     """No exec from here on gives more than this process has. Cannot be undone."""
-    prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+    steps.call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

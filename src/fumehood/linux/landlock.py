@@ -1,15 +1,14 @@
 """Landlock: a process gives up, for itself and its descendants, what it will not need of the file system and network.
 
-Theory of operation. ``create()`` makes a ruleset that handles (and so refuses) everything this kernel's ABI can
-handle; ``add_path()`` gives rights back beneath a file or folder; ``restrict()`` puts the calling thread under it, for
-ever. Handled but never given back: TCP bind and connect, abstract Unix sockets of processes outside, and signals to
-them.
+Theory of operation. A ruleset handles (and so refuses) everything that this kernel's ABI can handle; rules give rights
+back beneath a file or folder; then a thread puts itself under it, for ever. Handled but never given back: TCP bind and
+connect, abstract Unix sockets of processes outside, and signals to them.
 
 - A rule holds an inode, so one for a tmpfs can only be made once that is mounted, and rules cannot be copied from one
   ruleset to another: each sandbox makes its own, so keep the rules few.
 - A path is allowed by a rule on any folder above it, through mounts: a rule on ``/`` covers all that is mounted there.
   A bind of a folder inside a tmpfs does not lie beneath the tmpfs, but beneath the place where it is bound.
-- After ``restrict()`` the thread can no longer mount, unmount or pivot_root: restrict after the root is built.
+- Under a ruleset a thread can no longer mount, unmount or pivot_root: this comes after the root is built.
 - Descriptors opened before keep what they had.
 
 Rights and sizes: ``<linux/landlock.h>`` and Documentation/userspace-api/landlock.rst of Linux 6.18.
@@ -17,11 +16,13 @@ Rights and sizes: ``<linux/landlock.h>`` and Documentation/userspace-api/landloc
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import struct
 
 from fumehood.linux import libc
+from fumehood.linux.steps import AT_FDCWD, Result, Steps
 
 EXECUTE = 1 << 0
 WRITE_FILE = 1 << 1
@@ -56,10 +57,16 @@ DEVICE = READ_FILE | WRITE_FILE | READ_DIR | TRUNCATE | IOCTL_DEV
 _ABI_1 = (1 << 13) - 1  # EXECUTE to MAKE_SYM
 _ADDED = ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV))
 
-# Newer than syscalls.FIRST_COMMON, so the same on every machine.
-_NR_CREATE_RULESET, _NR_ADD_RULE, _NR_RESTRICT_SELF = 444, 445, 446
+_NR_CREATE_RULESET = 444  # newer than syscalls.FIRST_COMMON, so the same on every machine
 _CREATE_RULESET_VERSION = 1
 _RULE_PATH_BENEATH = 1
+
+
+class _PathBeneath(ctypes.Structure):
+    """struct landlock_path_beneath_attr."""
+
+    _pack_ = 1
+    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
 def abi() -> int:
@@ -77,71 +84,30 @@ def rights(version: int) -> int:
     return _ABI_1 | sum(right for since, right in _ADDED if version >= since)
 
 
-def create(version: int) -> int:
-    """A ruleset that handles all that ABI ``version`` knows, as a descriptor (close-on-exec).
+def jail(steps: Steps, beneath: list[tuple[str, int]], version: int) -> None:
+    """Add the steps that put the calling thread, and what it starts from then on, under a ruleset for ever.
 
-    ``version`` comes from ``abi()``, or is lower. Raises OSError: EINVAL or E2BIG for a version the kernel lacks,
-    EOPNOTSUPP or ENOSYS where it has no Landlock.
+    All that ABI ``version`` (1 to the kernel's own, see ``abi()``) can handle is refused but for the rights of
+    ``beneath``: (path, rights) pairs, where a file may have FILE_RIGHTS only (else ENOTDIR) and a link at the end of a
+    path is not followed (ENOTDIR, or EINVAL). Needs no_new_privs or CAP_SYS_ADMIN (else EPERM). TCP bind and connect
+    (ABI 4), abstract Unix sockets and signals to processes outside (ABI 6) are refused whatever the paths.
     """
     attributes = struct.pack("=Q", rights(version))  # struct landlock_ruleset_attr, as long as the ABI knows it
     if version >= 4:
         attributes += struct.pack("=Q", BIND_TCP | CONNECT_TCP)
     if version >= 6:
         attributes += struct.pack("=Q", SCOPE_ABSTRACT_UNIX_SOCKET | SCOPE_SIGNAL)
-    return libc.syscall("landlock_create_ruleset", _NR_CREATE_RULESET, attributes, len(attributes), 0)
-
-
-def add_path(ruleset: int, path: str, access: int) -> None:
-    """Give back ``access`` beneath ``path``, or on it where it is a file (then only the rights that a file can have).
-
-    ``access`` may hold only rights that the ruleset handles: mask it by ``rights()``. Raises OSError, with the path
-    where opening it failed (a link at its end is not followed: ELOOP).
-    """
-    parent = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        kind = os.fstat(parent).st_mode & 0o170000
-        if kind == 0o120000:
-            raise OSError(errno.ELOOP, f"landlock_add_rule: {os.strerror(errno.ELOOP)}", path)
-        if kind != 0o040000:
-            access &= FILE_RIGHTS
-        rule = struct.pack("=Qi", access, parent)  # struct landlock_path_beneath_attr, packed
-        libc.syscall("landlock_add_rule", _NR_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
-    finally:
-        os.close(parent)
-
-
-def restrict(ruleset: int) -> None:
-    """Put the calling thread, and what it starts from now on, under ``ruleset``. Cannot be undone.
-
-    Needs no_new_privs or CAP_SYS_ADMIN. Raises OSError: EPERM without either, E2BIG when already under 16 rulesets.
-    """
-    libc.syscall("landlock_restrict_self", _NR_RESTRICT_SELF, ruleset, 0)
-
-
-def jail_ruleset(read_only: list[str], writable: list[str], devices: list[str], version: int | None = None) -> int:
-    """The ruleset of a jail, as a descriptor to ``restrict()`` by and close.
-
-    Files are read and executed beneath ``read_only`` (``["/"]`` will do), used freely beneath ``writable`` but for
-    making or driving devices, and devices are read, written and asked beneath ``devices`` (``["/dev"]`` is one rule
-    where five files are five). Anything else is refused, as are TCP bind and connect (ABI 4), abstract Unix sockets
-    and signals to processes outside (ABI 6).
-
-    ``version`` is an ABI no higher than the kernel's, None for the kernel's own. Raises OSError: ENOSYS where the
-    kernel has no Landlock (ask ``abi()`` first), otherwise as ``create()`` and ``add_path()``.
-    """
-    if version is None:
-        version = abi()
-    if version == 0:
-        raise OSError(errno.ENOSYS, "landlock_create_ruleset: this kernel has no Landlock")
-    ruleset = create(version)
-    try:
-        for paths, access in ((read_only, READ_ONLY), (writable, WRITABLE), (devices, DEVICE)):
-            for path in paths:
-                add_path(ruleset, path, access & rights(version))
-    except OSError:
-        os.close(ruleset)
-        raise
-    return ruleset
+    ruleset = Result()
+    steps.call("landlock_create_ruleset", attributes, len(attributes), 0, to=ruleset)
+    for path, access in beneath:
+        folder = os.O_DIRECTORY if access & ~FILE_RIGHTS else 0
+        rule = _PathBeneath(access & rights(version))
+        place = Result.from_buffer(rule, _PathBeneath.parent_fd.offset)
+        steps.call("openat", AT_FDCWD, os.fsencode(path), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | folder, to=place)
+        steps.call("landlock_add_rule", ruleset, _RULE_PATH_BENEATH, rule, 0)
+        steps.call("close", place)
+    steps.call("landlock_restrict_self", ruleset, 0)
+    steps.call("close", ruleset)
 
 
 def covers(version: int) -> str:

@@ -49,20 +49,24 @@ def clone3(flags: int, *, exit_signal: int = signal.SIGCHLD) -> tuple[int, int]:
     The process must have one thread. Python's own fork hooks run as for ``os.fork``. A child without an exit signal
     is waited for with ``WAIT_ALL``, and also where SIGCHLD is ignored. Raises OSError.
     """
-    pidfd = ctypes.c_int(-1)
-    args = ctypes.create_string_buffer(
-        _ARGS.pack(flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, exit_signal, 0, 0, 0, 0, 0, 0)
-    )
     ctypes.pythonapi.PyOS_BeforeFork()
     try:
-        pid = syscall("clone3", _CLONE3, args, _ARGS.size)
+        pid, pidfd = clone3_bare(flags, exit_signal=exit_signal)
     except OSError:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
         raise
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
-        return 0, -1
-    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return pid, pidfd
+
+
+def clone3_bare(flags: int, *, exit_signal: int) -> tuple[int, int]:
+    """The same and nothing of Python's, see :class:`fumehood.linux.forks.Forks`."""
+    pidfd = ctypes.c_int(-1)
+    args = _ARGS.pack(flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, exit_signal, 0, 0, 0, 0, 0, 0)
+    pid = syscall("clone3", _CLONE3, args, _ARGS.size)
     return pid, pidfd.value
 
 

@@ -37,7 +37,8 @@ import errno
 import os
 import struct
 
-from fumehood.linux import libc, syscalls
+from fumehood.linux import syscalls
+from fumehood.linux.steps import Steps
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is allowed, grouped by purpose. Names that a machine lacks (aarch64 has no open or fork) are skipped.
@@ -226,16 +227,15 @@ def seal(
     return program.finish("allow", "eperm", "enosys")
 
 
-def load(program: bytes, *, tsync: bool = False) -> None:
-    """Install ``program`` on the calling thread, or with ``tsync`` on every thread of the process.
+def load(steps: Steps, program: bytes, *, tsync: bool = False) -> None:
+    """Add the step that installs ``program`` on the calling thread, or with ``tsync`` on every thread of the process.
 
-    Needs no_new_privs or CAP_SYS_ADMIN. Raises OSError: EACCES without either, EINVAL for a program the kernel
-    refuses, ESRCH when ``tsync`` finds a thread with a filter of its own, ENOMEM when the filters of a process exceed
-    32,768 instructions together.
+    Needs no_new_privs or CAP_SYS_ADMIN. It fails with EACCES without either, EINVAL for a program the kernel refuses,
+    ESRCH when ``tsync`` finds a thread with a filter of its own, ENOMEM when the filters of a process exceed 32,768
+    instructions together.
     """
-    argument = _SockFprog(len(program) // 8, program)
     flags = _TSYNC | _TSYNC_ESRCH if tsync else 0
-    libc.syscall("seccomp", _NR_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(argument))
+    steps.call("seccomp", _SET_MODE_FILTER, flags, _SockFprog(len(program) // 8, program))
 
 
 def allowed(machine: str | None = None) -> tuple[str, ...]:
@@ -329,7 +329,6 @@ _LD_ABS, _LD_IMM, _AND, _LSH_X, _RET, _TAX = 0x20, 0x00, 0x54, 0x6C, 0x06, 0x07
 _JEQ, _JGE, _JSET = 0x15, 0x35, 0x45
 
 # Stands here besides in the tables, since building those in each sandbox would take ten times as long as the call.
-_NR_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine, -1)
 _SET_MODE_FILTER, _TSYNC, _TSYNC_ESRCH = 1, 1, 1 << 4
 
 _RETURNS = {

@@ -15,6 +15,7 @@ import sys
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.linux import capabilities
+from fumehood.linux.steps import at_once
 from fumehood.tiers import worker_guest
 
 CHANNEL_FD = 3
@@ -40,7 +41,7 @@ def main() -> None:
             os.setgroups([])
             os.setresgid(plan["uid"], plan["uid"], plan["uid"])
             os.setresuid(plan["uid"], plan["uid"], plan["uid"])
-        capabilities.no_new_privs()
+        at_once(capabilities.no_new_privs)
     except Exception as error:
         os.write(CHANNEL_FD, FAILED + f"{type(error).__name__}: {error}".encode())
         os._exit(1)

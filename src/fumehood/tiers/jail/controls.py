@@ -1,8 +1,10 @@
 """The controls of the jail, in the order in which a sandbox's first process puts itself under them.
 
-Each control is a function of the :class:`Box` that it seals, registered with its name and mechanism, so that the list
-of what the jail enforces is read off the code (:data:`NAMES`). A control whose name is in ``box.disabled`` is skipped:
-that set comes from a constructor argument of the tier that only the attack suite's mutation uses.
+Each control is a function that adds the system calls by which a process puts itself under it, registered with its name
+and mechanism, so that the list of what the jail enforces is read off the code (:data:`NAMES`). The zygote prepares them
+once for each :class:`Box`; a sandbox goes through them (:mod:`fumehood.linux.steps`). A control whose name is in
+``box.disabled`` is skipped: that set comes from a constructor argument of the tier that only the attack suite's
+mutation uses.
 
 Runs inside the zygote: every import here is memory in each sandbox.
 """
@@ -11,10 +13,10 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 
 from fumehood.linux import capabilities, landlock, seccomp
-from fumehood.linux.libc import mount, unshare
-from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, pivot_to, tmpfs
+from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, pivot_to, tmpfs_options
 from fumehood.linux.namespaces import (
     CLONE_NEWCGROUP,
     CLONE_NEWIPC,
@@ -23,6 +25,7 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUSER,
     CLONE_NEWUTS,
 )
+from fumehood.linux.steps import AT_FDCWD, Result, Steps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +38,10 @@ WORK = "/work"
 HOSTNAME = "sandbox"
 TERMINALS_MAX = 64  # of one sandbox; the kernel has 4096 for all (kernel.pty.max)
 
+_SIG_SETMASK, _SIGSET_BYTES = 2, 8  # of the kernel, which are not the C library's
+_WORK = WORK.encode()
 _WORK_FLAGS = MS_NOSUID | MS_NODEV
+_PROC_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 #: Namespaces that the clone itself makes. The network namespace comes from the zygote's stock, the cgroup namespace is
 #: made once the process stands in its cgroup.
@@ -55,7 +61,7 @@ class Box:
         self.disk_bytes: int = shape["disk_bytes"]
         self.files: int = shape["files"]
         # By the numbers of the resource constants, which the request names without RLIMIT_.
-        self.rlimits = [(getattr(resource, f"RLIMIT_{name}"), (n, n)) for name, n in shape["rlimits"].items()]
+        self.rlimits = [(getattr(resource, f"RLIMIT_{name}"), n) for name, n in shape["rlimits"].items()]
         self.host_uid = 0  # as the zygote's user namespace numbers it
         self.last_capability: int = config["last_capability"]
         self.landlock_abi: int = config["landlock_abi"]
@@ -66,7 +72,11 @@ class Box:
         self.touch: bool = shape["touch"]  # the guest rehearses a run before it is ready
         self.single: bool = shape["single"]  # it has no agent
         self.disabled: frozenset[str] = config["disabled"]
-        self.work_fd = -1
+        self.init_fd = Result(-1)  # of the PID 1 whose namespaces a single program joins
+        self.channel = Result(-1)  # the guest's end
+        self.work_fd = Result(-1)
+        self.begin = begin(self)
+        self.seal = seal(self)
 
     def clone_flags(self) -> int:
         """Flags for clone3: the namespaces that are not switched off."""
@@ -81,91 +91,93 @@ class Box:
         return self.clone_flags() & ~CLONE_NEWPID
 
 
-SEAL: list[tuple[str, str, Callable[[Box], None]]] = []
+SEAL: list[tuple[str, str, Callable[[Box, Steps], None]]] = []
 
 
-def _control(name: str, mechanism: str) -> Callable[[Callable[[Box], None]], Callable[[Box], None]]:
-    def register(apply: Callable[[Box], None]) -> Callable[[Box], None]:
-        SEAL.append((name, mechanism, apply))
-        return apply
+def _control(name: str, mechanism: str) -> Callable[[Callable[[Box, Steps], None]], Callable[[Box, Steps], None]]:
+    def register(add: Callable[[Box, Steps], None]) -> Callable[[Box, Steps], None]:
+        SEAL.append((name, mechanism, add))
+        return add
 
     return register
 
 
 @_control("descriptors", "close_range(2)")
-def _descriptors(box: Box) -> None:
-    os.closerange(CHANNEL_FD + 1, 1 << 30)
+def _descriptors(box: Box, steps: Steps) -> None:
+    steps.call("close_range", CHANNEL_FD + 1, 0xFFFFFFFF, 0)
 
 
 @_control("session", "setsid(2)")
-def _session(box: Box) -> None:
-    os.setsid()
+def _session(box: Box, steps: Steps) -> None:
+    steps.call("setsid")
 
 
 @_control("uid", "setresuid(2) to one mapped id")
-def _uid(box: Box) -> None:
-    os.setresgid(UID, UID, UID)
-    os.setresuid(UID, UID, UID)
+def _uid(box: Box, steps: Steps) -> None:
+    steps.call("setresgid", UID, UID, UID)
+    steps.call("setresuid", UID, UID, UID)
 
 
 @_control("cgroup_ns", "unshare(2)")
-def _cgroup_ns(box: Box) -> None:
-    unshare(CLONE_NEWCGROUP)
+def _cgroup_ns(box: Box, steps: Steps) -> None:
+    steps.call("unshare", CLONE_NEWCGROUP)
 
 
 @_control("disk", "tmpfs size= and nr_inodes=")
-def _disk(box: Box) -> None:
+def _disk(box: Box, steps: Steps) -> None:
     # One tmpfs holds /work, /tmp and /dev/shm, so that one number bounds all that can be written.
     size, inodes = (0, 0) if "disk" in box.disabled else (box.disk_bytes, box.files + 4)  # 0 is no bound
-    tmpfs("/tmp", size_bytes=size, inodes=inodes, mode="755", flags=_WORK_FLAGS, owner=UID)
-    for name, target in (("work", WORK), ("shm", "/dev/shm"), ("tmp", "/tmp")):
-        os.mkdir(f"/tmp/{name}", 0o700)
-        mount(f"/tmp/{name}", target, None, MS_BIND)
-    os.chdir(WORK)
+    options = tmpfs_options(size_bytes=size, inodes=inodes, mode="755", owner=UID)
+    steps.call("mount", b"tmpfs", b"/tmp", b"tmpfs", _WORK_FLAGS, options.encode())
+    for name, target in ((b"work", _WORK), (b"shm", b"/dev/shm"), (b"tmp", b"/tmp")):
+        steps.call("mkdirat", AT_FDCWD, b"/tmp/" + name, 0o700)
+        steps.call("mount", b"/tmp/" + name, target, None, MS_BIND, None)
+    steps.call("chdir", _WORK)
     # Not O_PATH: the supervisor lists the folder through it when no process of this namespace is left.
-    box.work_fd = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    steps.call("openat", AT_FDCWD, _WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0, to=box.work_fd)
 
 
 @_control("terminals", "devpts newinstance, max=")
-def _terminals(box: Box) -> None:
+def _terminals(box: Box, steps: Steps) -> None:
     if box.terminals:
         bound = "" if "terminals" in box.disabled else f",max={TERMINALS_MAX}"
-        mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=666,mode=600{bound}")
+        options = f"newinstance,ptmxmode=666,mode=600{bound}"
+        steps.call("mount", b"devpts", b"/dev/pts", b"devpts", MS_NOSUID | MS_NOEXEC, options.encode())
 
 
 @_control("proc", "proc subset=pid")
-def _proc(box: Box) -> None:
-    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=invisible")
+def _proc(box: Box, steps: Steps) -> None:
+    steps.call("mount", b"proc", b"/proc", b"proc", _PROC_FLAGS, b"subset=pid,hidepid=invisible")
 
 
 @_control("rlimits", "setrlimit(2)")
-def _rlimits(box: Box) -> None:
-    for number, both in box.rlimits:
-        resource.setrlimit(number, both)
+def _rlimits(box: Box, steps: Steps) -> None:
+    for number, most in box.rlimits:
+        steps.call("prlimit64", 0, number, struct.pack("=QQ", most, most), None)  # struct rlimit64
 
 
 @_control("capabilities", "capset(2) and PR_CAPBSET_DROP")
-def _capabilities(box: Box) -> None:
-    capabilities.drop_all(box.last_capability)
+def _capabilities(box: Box, steps: Steps) -> None:
+    capabilities.drop_all(steps, box.last_capability)
 
 
 @_control("no_new_privs", "PR_SET_NO_NEW_PRIVS")
-def _no_new_privs(box: Box) -> None:
-    capabilities.no_new_privs()
+def _no_new_privs(box: Box, steps: Steps) -> None:
+    capabilities.no_new_privs(steps)
 
 
 @_control("landlock", "Landlock")
-def _landlock(box: Box) -> None:
+def _landlock(box: Box, steps: Steps) -> None:
     if box.landlock_abi == 0:
         return  # not in this kernel: the receipt says so
-    ruleset = landlock.jail_ruleset(["/"], [WORK, "/tmp", "/dev/shm"], ["/dev"], box.landlock_abi)
-    landlock.restrict(ruleset)
-    os.close(ruleset)
+    # Files are read and executed anywhere, written where scratch is, and one rule stands for all devices.
+    beneath = [("/", landlock.READ_ONLY), *((path, landlock.WRITABLE) for path in (WORK, "/tmp", "/dev/shm"))]
+    landlock.jail(steps, [*beneath, ("/dev", landlock.DEVICE)], box.landlock_abi)
 
 
 @_control("seccomp", "seccomp filter")
-def _seccomp(box: Box) -> None:
-    seccomp.load(box.seal_filter)
+def _seccomp(box: Box, steps: Steps) -> None:
+    seccomp.load(steps, box.seal_filter)
 
 
 #: Controls that the launcher or the supervisor puts in place around the sandbox, with their mechanism.
@@ -199,20 +211,33 @@ MECHANISMS = {
 }
 
 
-def seal(box: Box) -> None:
-    """Put this process under every control, in order. Raises OSError at the first that the kernel refuses."""
+def begin(box: Box) -> Steps:
+    """What a sandbox's process does when it is born, before it waits for the word to seal itself."""
+    steps = Steps()
+    steps.purpose = "begin"
+    if box.single:
+        steps.call("setns", box.init_fd, box.joined_flags())
+    steps.call("dup3", box.channel, CHANNEL_FD, os.O_CLOEXEC)
+    steps.call("rt_sigprocmask", _SIG_SETMASK, bytes(_SIGSET_BYTES), None, _SIGSET_BYTES)  # the zygote hears no signals
+    return steps
+
+
+def seal(box: Box) -> Steps:
+    """What puts a process under every control, in order. ``run`` of it raises OSError at the first that is refused."""
+    steps = Steps()
     if box.root != "/":
+        steps.purpose = "root"
+        root = os.fsencode(box.root)
         # The rest of the zygote's root is let go of, with the Python in it: what serves has imported what it needs.
-        mount(box.root, box.root, None, MS_BIND | MS_REC)
+        steps.call("mount", root, root, None, MS_BIND | MS_REC, None)
         # Only where one is visible may another /proc be mounted (mount_too_revealing() in fs/namespace.c), as "proc"
         # does below, on top of this one.
-        mount("proc", f"{box.root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-        pivot_to(box.root)
-    for name, _, apply in SEAL:
+        steps.call("mount", b"proc", root + b"/proc", b"proc", _PROC_FLAGS, None)
+        pivot_to(steps, box.root)
+    for name, _, add in SEAL:
         # Without their bounds these are still mounted, unless what that needs is switched off as well.
         unbound = name in ("disk", "terminals") and not box.disabled & {"mount_ns", "user_ns", "uid"}
         if name not in box.disabled or unbound:
-            try:
-                apply(box)
-            except OSError as error:
-                raise OSError(error.errno, f"{name}: {error}") from None
+            steps.purpose = name
+            add(box, steps)
+    return steps

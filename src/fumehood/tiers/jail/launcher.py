@@ -42,6 +42,7 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUTS,
     write_id_maps,
 )
+from fumehood.linux.steps import at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def become_zygote(plan: dict[str, Any], asks: int, answers: int) -> None:
     make_private()
     build_root(plan)
     Step.now = "pivot_root"
-    pivot_to(_ROOT)
+    at_once(pivot_to, _ROOT)
     set_flags_of_root()
     if plan["root"]:
         give_up_root(asks, answers)

@@ -27,12 +27,11 @@ import os
 import struct
 
 from fumehood.guest import agent
-from fumehood.linux.libc import setns
-from fumehood.tiers.jail.controls import CHANNEL_FD, Box, seal
+from fumehood.linux.steps import Steps
+from fumehood.tiers.jail.controls import Box
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import NoReturn
 
 #: Lengths of the name, the environment and the code.
@@ -42,36 +41,30 @@ GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not 
 ENTER = b"0"  # as in fumehood.linux.cgroup
 _ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
 _PIECE = 1 << 20
+#: After so many the interpreter has nothing left to adapt.
+_TIMES = 20
 _REHEARSAL_NAME = "<rehearsal>"
 
 
-def become_single(box: Box, init: int, channel: int) -> NoReturn:
-    """In a child of the zygote: join the namespaces of ``init`` (a pidfd), wait for the word, seal, run, exit."""
+def become_single(box: Box, end: socket.socket) -> NoReturn:
+    """In a child of the zygote: join PID 1's namespaces, wait for the word, seal, run, exit. ``end`` is the channel."""
     status = agent.EXIT_LOST
     try:
-        setns(init, box.joined_flags())
-        end = take_channel(channel)
-        if go_on(end, lambda: seal(box)):
+        box.begin.run()
+        if go_on(end, box.seal):
             status = serve(end, box)
     finally:
         os._exit(status)
 
 
-def take_channel(channel: int) -> socket.socket:
-    """Put the socket where every sandbox has it, and hear signals, which the zygote does not."""
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-    os.dup2(channel, CHANNEL_FD, inheritable=False)
-    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL_FD)
-
-
-def go_on(end: socket.socket, seal_self: Callable[[], None]) -> bool:
+def go_on(end: socket.socket, seal: Steps) -> bool:
     """Wait for the word, enter the cgroup and seal; False, with the reason told, if that failed or no word came."""
     word, entries, _, _ = end.recvmsg(1, _ENTRIES_SPACE)
     if word != GO:
         return False
     try:
         enter(entries)
-        seal_self()
+        seal.run()
     except Exception as error:
         end.send(FAILED + f"{type(error).__name__}: {error}".encode())
         return False
@@ -109,7 +102,7 @@ def serve(end: socket.socket, box: Box) -> int:
         os.dup2(fd, number)
         os.close(fd)
     os.close(none)
-    answer(end, out, err, box.work_fd)
+    answer(end, out, err, box.work_fd.value)
     # While the host reads back what is enforced.
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
@@ -143,6 +136,29 @@ def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
     env_start = HEAD.size + name_bytes
     code_start = env_start + env_bytes
     return got[HEAD.size : env_start].decode(), got[env_start:code_start], got[code_start:]
+
+
+def practise() -> None:
+    """Go through what each program's process will go through, in the process that they are forked from.
+
+    The interpreter counts how often code runs and adapts it to what it meets, and the dynamic linker looks functions up
+    when they are first called. Each of that is written to memory, and what is done here a forked process need not do,
+    on a copied page, itself.
+    """
+    harmless = Steps()
+    harmless.call("getpid")
+    ours, theirs = socket.socketpair()
+    for _ in range(_TIMES):
+        harmless.run()
+        enter([])
+        answer(theirs)
+        ours.recv(1)
+        ours.send(HEAD.pack(1, 0, 1) + b"xx")
+        agent.set_environment(receive(theirs)[1])
+        rehearse()
+    ours.close()
+    theirs.close()
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def rehearse() -> None:

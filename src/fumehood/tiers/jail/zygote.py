@@ -41,12 +41,14 @@ sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
 
 from fumehood.guest import agent
 from fumehood.linux import capabilities, landlock
+from fumehood.linux.forks import Forks
 from fumehood.linux.libc import setns, umount, unshare
 from fumehood.linux.mounts import MNT_DETACH, MS_NODEV, MS_NOEXEC, MS_NOSUID, tmpfs
-from fumehood.linux.namespaces import CLONE_NEWNET, CLONE_NEWPID, WAIT_ALL, IdleInit, clone3, write_id_maps
+from fumehood.linux.namespaces import CLONE_NEWNET, CLONE_NEWPID, WAIT_ALL, IdleInit, write_id_maps
 from fumehood.linux.seccomp import load as load_filter
-from fumehood.tiers.jail.controls import CHANNEL_FD, CLONED, UID, WORK, Box, seal
-from fumehood.tiers.jail.program import GO, SEALED, answer, become_single, go_on, take_channel
+from fumehood.linux.steps import at_once
+from fumehood.tiers.jail.controls import CHANNEL_FD, CLONED, UID, WORK, Box
+from fumehood.tiers.jail.program import GO, SEALED, answer, become_single, go_on, practise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -112,8 +114,11 @@ class Sandbox:
 class Zygote:
     """The control socket, the living children, and what each needs."""
 
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, config: dict[str, Any], forks: Forks) -> None:
         self.control = control
+        self.forks = forks
+        # What a sandbox's channel is in there, where it has the place of ``control``. Of no use here.
+        self.guest_end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL_FD)
         self.config = config
         self.networks = Networks("net_ns" not in config["disabled"])
         self.poll = select.poll()
@@ -168,9 +173,10 @@ class Zygote:
 
     def spawn(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
         """Clone a sandbox's first process, for its pidfd; it waits until the supervisor lets it go on."""
-        pid, sandbox.init_fd = clone3(box.clone_flags(), exit_signal=0)
+        box.channel.value = channel
+        pid, sandbox.init_fd = self.forks.clone3(box.clone_flags(), exit_signal=0)
         if pid == 0:
-            become_sandbox(box, channel)
+            become_sandbox(box, self.guest_end)
         sandbox.init = pid
         self.watch(sandbox.init, sandbox.init_fd, sandbox)
         if "user_ns" not in box.disabled:
@@ -192,9 +198,10 @@ class Zygote:
             map_ids(sandbox.init, box)
             setns(sandbox.init_fd, CLONE_NEWPID)
             try:
-                sandbox.program, program_fd = clone3(0, exit_signal=0)
+                box.init_fd.value, box.channel.value = sandbox.init_fd, channel
+                sandbox.program, program_fd = self.forks.clone3(0, exit_signal=0)
                 if sandbox.program == 0:
-                    become_single(box, sandbox.init_fd, channel)
+                    become_single(box, self.guest_end)
             finally:
                 setns(self.own_pids, CLONE_NEWPID)
         except OSError:
@@ -241,12 +248,12 @@ def map_ids(pid: int, box: Box) -> None:
     write_id_maps(pid, f"{UID} {box.host_uid} 1", f"{UID} {box.host_uid} 1", deny_setgroups=False)
 
 
-def become_sandbox(box: Box, channel: int) -> None:
+def become_sandbox(box: Box, end: socket.socket) -> None:
     """In the child: wait for the word, seal, answer, serve. Never returns."""
     try:
-        end = take_channel(channel)
-        if go_on(end, lambda: seal(box)):
-            answer(end, box.work_fd)
+        box.begin.run()
+        if go_on(end, box.seal):
+            answer(end, box.work_fd.value)
             end.detach()
             if box.touch:
                 agent.serve(CHANNEL_FD, CHANNEL_FD, WORK, touch=True)
@@ -255,8 +262,9 @@ def become_sandbox(box: Box, channel: int) -> None:
         os._exit(1)
 
 
-def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
+def prepare(config: dict[str, Any], filters: types.ModuleType, forks: Forks) -> None:
     """Everything that sandboxes share, done once."""
+    heard = forks.listen()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path.append(config["site_packages"])
     sys.prefix = sys.exec_prefix = config["prefix"]
@@ -272,9 +280,9 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
         shutil.rmtree("/tmp", ignore_errors=True)
         umount("/tmp", MNT_DETACH)
     if "no_new_privs" not in config["disabled"]:
-        capabilities.no_new_privs()
+        at_once(capabilities.no_new_privs)
     if "seccomp" not in config["disabled"]:
-        load_filter(filters.allow_list())
+        at_once(load_filter, filters.allow_list())
     module, _, function = config["guest"].partition(":")
     config["serve"] = getattr(importlib.import_module(module), function)
     builtins.exec(compile("x = 1\n", "<warm>", "exec"), {})
@@ -286,6 +294,9 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, range(1, signal.NSIG))
     # Nor has that PID 1 a queue: as an ordinary user, its sandbox may send it signals where Landlock does not say no.
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]))
+    if config["single"]:
+        practise()
+    heard()
     gc.collect()
     gc.freeze()
 
@@ -293,7 +304,7 @@ def prepare(config: dict[str, Any], filters: types.ModuleType) -> None:
 def self_test(zygote: Zygote, *, single: bool) -> str:
     """Seal one throwaway child as a sandbox would be; the error it met, or nothing."""
     ours, theirs = socket.socketpair()
-    box = Box(zygote.config["self_test"], zygote.config)
+    box = Box(zygote.config["self_test"] | {"single": single}, zygote.config)
     box.host_uid = zygote.config["self_test_uid"]
     sandbox = Sandbox(None, zygote.networks.enter())
     try:
@@ -327,8 +338,9 @@ def main() -> None:
         config["seal_filter"] = filters.seal()
         config["landlock_abi"] = landlock.abi()
         config["last_capability"] = capabilities.last()
-        prepare(config, filters)
-        zygote = Zygote(control, config)
+        forks = Forks()
+        prepare(config, filters, forks)
+        zygote = Zygote(control, config, forks)
         failed = self_test(zygote, single=False)
         wanted = config["single"] and not config["disabled"] & NEEDED_ALONE
         alone = wanted and not self_test(zygote, single=True)

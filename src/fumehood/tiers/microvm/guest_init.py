@@ -67,6 +67,7 @@ from fumehood.linux.namespaces import (
     CLONE_NEWUTS,
     clone3,
 )
+from fumehood.linux.steps import at_once
 from fumehood.tiers.microvm import guest_agent
 from fumehood.tiers.microvm.guest_files import export, put, say
 
@@ -311,11 +312,11 @@ def become_agent(port: int, control: int, tell: int) -> NoReturn:
     lay_out_files()
     os.setgroups([])
     os.setresgid(UID, UID, UID)
-    capabilities.drop_bounding(highest)
+    at_once(capabilities.drop_bounding, highest)
     os.setresuid(UID, UID, UID)  # from 0 to another: the kernel clears every other capability set (capabilities(7))
-    capabilities.no_new_privs()
-    seccomp.load(seccomp.allow_list())
-    seccomp.load(seccomp.seal())
+    at_once(capabilities.no_new_privs)
+    at_once(seccomp.load, seccomp.allow_list())
+    at_once(seccomp.load, seccomp.seal())
     os.chdir(WORK)
     guest_agent.GuestAgent.spent = (control, spent[0], spent[1])
     guest_agent.install()

@@ -65,6 +65,7 @@ INSIDE = (
     "linux/mounts.py",
     "linux/namespaces.py",
     "linux/seccomp.py",
+    "linux/steps.py",
     "linux/syscalls.py",
     "tiers/__init__.py",
     "tiers/microvm/__init__.py",

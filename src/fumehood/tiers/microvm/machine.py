@@ -259,15 +259,15 @@ class MachineSandbox(GuestSandbox):
                     raise StartError(f"a rehearsal failed: {result.stderr[-500:]}", tier="microvm")
         self._given = False
 
-    async def _hand_over(self, run: Run, background: bool = False) -> None:
-        """Send the program: the shortest way if it is the sandbox's only one and wants nothing more."""
+    def _hand_over(self, run: Run, background: bool = False) -> memoryview:
+        """As in GuestSandbox: the shortest way if it is the sandbox's only one and wants nothing more."""
         body = None if background or self._given else self._direct(run)
         if body is None:
             self._given = True
-            await super()._hand_over(run, background)
-        else:
-            self._given = not self._rehearsing
-            self._channel.post({}, body)
+            return super()._hand_over(run, background)
+        self._given = not self._rehearsing
+        self._channel.post({}, body)
+        return memoryview(b"")
 
     def _direct(self, run: Run) -> bytes | None:
         """The frame of a single run, or None if it is none."""

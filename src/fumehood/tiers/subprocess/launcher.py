@@ -34,6 +34,7 @@ from fumehood.linux.namespaces import (
     clone3,
     write_id_maps,
 )
+from fumehood.linux.steps import at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -200,11 +201,11 @@ def seal(plan: dict[str, Any]) -> None:
     if plan["root"]:
         os.setgroups([])
         os.setresgid(plan["uid"], plan["uid"], plan["uid"])
-        capabilities.drop_bounding(highest)
+        at_once(capabilities.drop_bounding, highest)
         os.setresuid(plan["uid"], plan["uid"], plan["uid"])  # which empties the other sets
     else:
-        capabilities.drop_all(highest)
-    capabilities.no_new_privs()
+        at_once(capabilities.drop_all, highest)
+    at_once(capabilities.no_new_privs)
     os.chdir(plan["folder"])
     os.umask(0o077)
 
