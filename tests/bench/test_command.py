@@ -97,10 +97,11 @@ def test_a_command_that_does_not_print_is_an_error(tmp_path: Path) -> None:
 
 def test_containers_are_held_to_their_command() -> None:
     of = Spread.of
-    good = TierFigures("gvisor", cold_to_command=of([1.09], [1.0]), warm_to_command=of([0.2], [1.0]))
-    bad = TierFigures("docker", cold_to_command=of([1.11], [1.0]), warm_to_command=of([0.21], [1.0]))
-    assert [verdict.met for verdict in judge(good)] == [True, True, None]
-    assert [verdict.met for verdict in judge(bad)] == [False, False, None]
+    most, more, less = of([1.09], [1.0]), of([1.11], [1.0]), of([0.2], [1.0])
+    good = TierFigures("gvisor", cold_to_command=most, on_demand_to_command=most, warm_to_command=less)
+    bad = TierFigures("docker", cold_to_command=more, on_demand_to_command=more, warm_to_command=of([0.21], [1.0]))
+    assert [verdict.met for verdict in judge(good)] == [True, True, True, None]
+    assert [verdict.met for verdict in judge(bad)] == [False, False, False, None]
 
 
 def test_a_container_tier_takes_turns_with_its_command_and_the_jail() -> None:
@@ -109,6 +110,7 @@ def test_a_container_tier_takes_turns_with_its_command_and_the_jail() -> None:
     async def main() -> TierFigures:
         bench = Bench(lambda: registry.make("gvisor"), Effort(rounds=2, rounds_min=2), lambda line: None)
         await bench.cold()
+        await bench.on_demand()
         return bench.figures
 
     figures = asyncio.run(main())
@@ -117,6 +119,8 @@ def test_a_container_tier_takes_turns_with_its_command_and_the_jail() -> None:
     assert figures.cold_to_command.p50 == pytest.approx(figures.cold.p50_ms / figures.command.p50_ms, rel=0.01)
     if registry.make("jail").probe().available:
         assert figures.jail["cold"].count == 2
+    assert figures.on_demand is not None and figures.on_demand_to_command is not None
     machine = {"python": "3"}
     found = text(Report(machine, "2026-01-02", "0", True, [figures], {}))
     assert "the jail beside it, cold" in found and "cold as ratio to `runsc run" in found
+    assert "on demand as ratio to `runsc run" in found

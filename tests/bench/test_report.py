@@ -24,6 +24,7 @@ def jail(**changes: object) -> TierFigures:
         "jail",
         plain=PLAIN,
         cold=spread(0.25),
+        on_demand=spread(0.3),
         warm=spread(0.04),
         open_loop={"20": spread(0.04), "50": spread(0.045), "200": spread(0.06)},
         cold_starts={"50": 0.0},
@@ -93,17 +94,19 @@ def test_the_table_has_a_row_per_tier_and_a_dash_for_what_is_absent() -> None:
     table = markdown(json.loads(json.dumps(report(jail(), bare).to_dict())))
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) == 4 and len({row.count("|") for row in rows}) == 1
-    assert rows[2].startswith("| `jail` | 0.25 / 0.50 | 0.040 / 0.080 | 0.045 / 0.090 | 4.0 / 3.9 | 1.9 MiB |")
-    assert rows[3] == "| `docker` | 20 / 40 | – | – | – | – | – | – |"
+    assert rows[2].startswith(
+        "| `jail` | 0.25 / 0.50 | 0.30 / 0.60 | 0.040 / 0.080 | 0.045 / 0.090 | 4.0 / 3.9 | 1.9 MiB |"
+    )
+    assert rows[3] == "| `docker` | 20 / 40 | – | – | – | – | – | – | – |"
 
 
 def test_the_plot_is_whole_and_within_its_frame() -> None:
     svg = ElementTree.fromstring(plot(report(jail(), TierFigures("docker", cold=spread(20.0)))))
     _, _, width, height = map(float, svg.attrib["viewBox"].split())
     points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in svg.iter("circle")]
-    assert len(points) == 8
+    assert len(points) == 9
     assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
-    cold, warm = points[0], points[1]
+    cold, warm = points[0], points[2]
     assert cold[0] > warm[0], "slower is further right"
     assert ElementTree.fromstring(plot(report())) is not None
 

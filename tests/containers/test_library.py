@@ -34,7 +34,7 @@ LOOK = """
     locks = sys.modules["_frozen_importlib"]
     finders = [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path]
     state = [finders, locks._ModuleLockManager.__module__, locks._ImportLockContext.__module__]
-    print(json.dumps([seen, begun, state, len(library.modules)]))
+    print(json.dumps([seen, begun, state, len(getattr(sys.meta_path[0], "modules", ()))]))
     sys.stdout.flush()
     os._exit(0)
 """

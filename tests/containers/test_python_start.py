@@ -60,27 +60,26 @@ def test_a_program_sees_what_the_usual_start_gives() -> None:
 
 
 def test_debians_python_is_started_without_site(image: Image) -> None:
-    start = python.of(image, MAGIC, mounts=False, environment=False)
+    start = python.of(image, MAGIC, environment=False)
     assert start.arguments[:4] == ("/usr/bin/python3", "-I", "-S", "-c") and start.same_python
     assert start.paths == ("/usr/lib/python3/dist-packages",) and start.env == ("LC_ALL=C",)
-    assert python.of(image, MAGIC, mounts=False, environment=True).paths == (
+    assert python.of(image, MAGIC, environment=True).paths == (
         "/usr/lib/python3/dist-packages",
         "/opt/env/lib/python3.11/site-packages",
     )
-    inside = python.of(replace(image, environment="digest"), MAGIC, mounts=False, environment=False)
+    inside = python.of(replace(image, environment="digest"), MAGIC, environment=False)
     assert inside.paths == ("/usr/lib/python3/dist-packages", "/opt/env/lib/python3.11/site-packages")
 
 
 def test_another_python_compiles_for_itself(image: Image) -> None:
-    start = python.of(image, b"old\n", mounts=False, environment=False)
+    start = python.of(image, b"old\n", environment=False)
     assert not start.same_python and start.arguments[-1] == python.usual().arguments[-1]
 
 
 def test_what_the_host_does_not_know_starts_as_usual(image: Image) -> None:
-    assert python.of(image, MAGIC, mounts=True, environment=False) == python.usual()
-    assert python.of(image, b"", mounts=False, environment=False) == python.usual()
+    assert python.of(image, b"", environment=False) == python.usual()
     (image.rootfs / "usr/bin/python3.11").unlink()
-    assert python.of(replace(image, name="y"), MAGIC, mounts=False, environment=False) == python.usual()
+    assert python.of(replace(image, name="y"), MAGIC, environment=False) == python.usual()
 
 
 @pytest.mark.parametrize(
@@ -100,13 +99,13 @@ def test_where_site_would_do_more_it_runs(name: str, image: Image) -> None:
     file.parent.mkdir(exist_ok=True)
     file.write_text("import sys\n")
     assert python.site_paths(image) is None
-    start = python.of(image, MAGIC, mounts=False, environment=False)
+    start = python.of(image, MAGIC, environment=False)
     assert "-S" not in start.arguments and start.paths is None
 
 
 def test_a_locale_of_the_images_is_used(image: Image) -> None:
     (image.rootfs / "usr/lib/locale/C.utf8").mkdir(parents=True)
-    assert python.of(image, MAGIC, mounts=False, environment=False).env == ()
+    assert python.of(image, MAGIC, environment=False).env == ()
 
 
 def test_no_sitecustomize_customizes_nothing(image: Image) -> None:

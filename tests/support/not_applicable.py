@@ -9,9 +9,6 @@ from __future__ import annotations
 #: Tier -> reason -> parts of test ids: all tests whose id holds one of them.
 DEPARTURES: dict[str, dict[str, tuple[str, ...]]] = {
     "gvisor": {
-        "its kernel does not shield PID 1 from signals, so a program that ends everybody ends the agent": tuple(
-            f"test_signals_to_everybody_end_at_most_the_run[gvisor-{name}]" for name in ("SIGKILL", "SIGTERM", "SIGHUP")
-        ),
         "FIFOs and sockets live in the Sentry alone, and the host does not see them": (
             "test_links_and_special_files",  # the rest of it is seen in tiers/test_gvisor.py
         ),

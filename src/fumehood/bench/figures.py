@@ -47,6 +47,7 @@ class TierFigures:
     command: Spread | None = None  # the plain command of a container tier, as ratio to the plain process
     command_title: str = ""  # and what it is
     cold_to_command: Spread | None = None  # the cold run again, as ratio to that command, measured in turn with it
+    on_demand_to_command: Spread | None = None
     warm_to_command: Spread | None = None
     jail: dict[str, Spread] = field(default_factory=dict)  # beside a tier with a command: the jail, cold and warm
     open_loop: dict[str, Spread] = field(default_factory=dict)  # by arrivals a second, warm; from the arrival's time

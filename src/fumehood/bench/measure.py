@@ -43,7 +43,8 @@ _BUDGET_COMPARED = 3  # of a latency that takes turns with a command, which is a
 _WARM = 4
 _OPEN_LOOP_WARM = 16
 _MEMORY_WARM = 8
-_MAKE_AHEAD = ("jail",)  # tiers whose next sandbox is made when a run like the one before is over
+#: Tiers whose next sandbox is made, or half of it, when a run like the one before is over. Elsewhere cold is on demand.
+_MAKE_AHEAD = ("jail", "gvisor")
 _SEGMENT_S = 2.0  # of an open loop, then plain processes again
 _SATURATED = 0.7  # of the throughput; beyond it an open loop measures its own queue
 
@@ -138,11 +139,13 @@ class Bench:
         limits = Limits()
         policies = [Policy(limits=replace(limits, files=limits.files + more)) for more in (0, 1)]
         async with contextlib.AsyncExitStack() as stack:
+            beside = await stack.enter_async_context(self._beside(jail=False))
             runners = [await stack.enter_async_context(AsyncRunner(tier=tier, policy=policy)) for policy in policies]
             turns = itertools.cycle(runners)
             await _good(next(turns))
-            plain_s, times = await self._rounds(lambda: _good(next(turns)))
+            plain_s, times = await self._rounds(lambda: _good(next(turns)), beside=beside)
             self.figures.on_demand = Spread.of(times, plain_s)
+            self.figures.on_demand_to_command = self._compare("on demand", beside, plain_s, times)
 
     async def warm(self) -> None:
         """The same from a full pool, by a caller who pauses between two calls."""
@@ -168,7 +171,7 @@ class Bench:
             await self._processor("warm, its preparation included", filled)
 
     @contextlib.asynccontextmanager
-    async def _beside(self, warm: int = 0) -> AsyncIterator[_Beside]:
+    async def _beside(self, warm: int = 0, *, jail: bool = True) -> AsyncIterator[_Beside]:
         """The plain command of a tier that has one, and the jail, to take turns with it."""
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -176,10 +179,10 @@ class Bench:
             except UnavailableError as error:
                 self.figures.skipped["the plain command"] = error.message
                 command = None
-            jail = None
-            if command is not None and registry.make("jail").probe().available:
-                jail = await stack.enter_async_context(AsyncRunner(tier="jail", warm=warm))
-            yield _Beside(command, jail)
+            runner = None
+            if jail and command is not None and registry.make("jail").probe().available:
+                runner = await stack.enter_async_context(AsyncRunner(tier="jail", warm=warm))
+            yield _Beside(command, runner)
 
     def _compare(self, name: str, beside: _Beside, plain_s: list[float], times: list[float]) -> Spread | None:
         if beside.jail_s:

@@ -64,7 +64,11 @@ def _facts(figures: TierFigures) -> list[tuple[str, str]]:
         )
         for callers, ratio in figures.throughput_ratio.items()
     ]
-    for name, spread in (("cold", figures.cold_to_command), ("warm", figures.warm_to_command)):
+    for name, spread in (
+        ("cold", figures.cold_to_command),
+        ("on demand", figures.on_demand_to_command),
+        ("warm", figures.warm_to_command),
+    ):
         if spread is not None:
             told = f"p50 {spread.p50:.3f}, p90 {spread.p90:.3f}, p99 {spread.p99:.3f}"
             facts.append((f"{name} as ratio to `{figures.command_title}`", told))
@@ -82,6 +86,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     head = (
         "tier",
         "cold",
+        "on demand",
         "warm",
         "warm, 50 a second",
         "runs a second, 1 / 8 callers",
@@ -97,6 +102,7 @@ def markdown(report: Mapping[str, Any]) -> str:
                 (
                     f"`{tier['tier']}`",
                     _pair(tier["cold"]),
+                    _pair(tier["on_demand"]),
                     _pair(tier["warm"]),
                     _pair(tier["open_loop"].get("50")),
                     f"{ratios['1']:.1f} / {ratios['8']:.1f}" if {"1", "8"} <= ratios.keys() else "–",
@@ -112,6 +118,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "\n".join(lines)
         + "\n\nMedian / p99 as ratios to `python3 -I -c pass` as a process, measured in turn with it by "
         + f"`fumehood bench` on {report['taken']} ({told}). "
+        + "On demand is the cold run where nothing was made ahead; a dash: nothing ever is, or it was not measured. "
         + "Throughput is a ratio to plain processes by as many callers.\n"
     )
 
@@ -195,7 +202,8 @@ def _plot_rows(tiers: Sequence[TierFigures]) -> list[tuple[str, str, Spread | No
     rows: list[tuple[str, str, Spread | None]] = []
     for figures in tiers:
         rows.append((figures.tier, "", None))
-        named = [("cold", "cold", figures.cold), ("warm", "warm", figures.warm)]
+        named = [("cold", "cold", figures.cold), ("on demand", "cold", figures.on_demand)]
+        named.append(("warm", "warm", figures.warm))
         named += [(f"warm, {rate} a second", "open", spread) for rate, spread in figures.open_loop.items()]
         named += [("first byte", "first", figures.first_byte), ("deadline to dead", "kill", figures.kill)]
         rows += [row for row in named if row[2] is not None]

@@ -73,6 +73,9 @@ JAIL = (
 CONTAINERS = ("docker", "podman", "gvisor")
 TO_COMMAND = (
     Target("cold, against the plain command, median", "x", 1.1, True, lambda f: _of(f.cold_to_command, "p50")),
+    Target(
+        "on demand, against the plain command, median", "x", 1.1, True, lambda f: _of(f.on_demand_to_command, "p50")
+    ),
     Target("warm, against the plain command, median", "x", 0.2, True, lambda f: _of(f.warm_to_command, "p50")),
 )
 

@@ -1,5 +1,7 @@
 """Runs inside a container as ``python3 -I -c <this text>``: takes the agent from standard input and becomes it.
 
+Or it takes of the agent what a single program needs, and becomes that program (:func:`become_program`).
+
 From the host come four lengths (4 bytes each, big-endian) and then a plan and a library (marshal, in a version that
 every Python reads), the agent compiled by the host's Python, and its source, for a Python that cannot read the former.
 Back go one byte when all of it is there, and a report: a length and JSON. Then the agent serves on the same two
@@ -163,21 +165,19 @@ def be_site(paths: "list[str]") -> None:
     sys.path += paths
 
 
-def become_agent() -> None:
-    """Take what the host sends, report, and serve. Never returns."""
+def prepare(answers: int) -> "Any":
+    """Take what the host sends, set this process up, and report on the descriptor ``answers``; the agent's module."""
     lengths = take(16)
     sizes = [int.from_bytes(lengths[at : at + 4], "big") for at in range(0, 16, 4)]
     plan, modules = marshal.loads(take(sizes[0])), marshal.loads(take(sizes[1]))
     code, source = take(sizes[2]), take(sizes[3])
-    os.write(1, b"R")  # received: what comes next may take as long as the preloaded modules take
+    os.write(answers, b"R")  # received: what comes next may take as long as the preloaded modules take
     library = Library(modules if plan["library_magic"] == _external.MAGIC_NUMBER else {})
-    import _json
     import resource
 
-    if not library.modules:
-        import json  # noqa: F401 - here, and not where a program's file may have taken its name
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     error, rlimits = "", {}
+    agent = type(sys)("fumehood.guest.agent")
     try:
         if plan["python"] not in (None, python):
             raise RuntimeError(f"the environment is for Python {plan['python']} and the image has {python}")
@@ -190,24 +190,68 @@ def become_agent() -> None:
             be_site(plan["paths"])
         elif os.path.isdir(packages := f"/opt/env/lib/python{python}/site-packages"):
             sys.path.append(packages)
-        agent = type(sys)("fumehood.guest.agent")
         same = plan["magic"] == _external.MAGIC_NUMBER
         exec(marshal.loads(code) if same else compile(source, "agent.py", "exec"), agent.__dict__)
         library.close()
         for name in plan["preload"]:
             __import__(name)
-        os.umask(0o077)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     limits = ",".join(f'"{name}":[{soft},{hard}]' for name, (soft, hard) in rlimits.items())
-    text = f'{{"python":"{python}","rlimits":{{{limits}}},"error":{_json.encode_basestring_ascii(error)}}}'.encode()
+    text = f'{{"python":"{python}","rlimits":{{{limits}}},"error":{quoted(error)}}}'.encode()
     text = len(text).to_bytes(4, "big") + text
     while text:
-        text = text[os.write(1, text) :]
+        text = text[os.write(answers, text) :]
     if error:
         os._exit(1)
-    del code, source
+    return agent
+
+
+def quoted(text: str) -> str:
+    """As a string of JSON's."""
+    if not text:
+        return '""'
+    import _json
+
+    return _json.encode_basestring_ascii(text)
+
+
+def become_agent() -> None:
+    """Prepare, and serve on the same two descriptors. Never returns."""
+    agent = prepare(1)
+    finder: Any = sys.meta_path[0]
+    if "json" not in finder.modules:
+        import json  # noqa: F401 - here, and not where a program's file may have taken its name
+    os.umask(0o077)
     agent.serve(0, 1, "/work")
+
+
+def become_program() -> None:
+    """Prepare, take one program on descriptor 0, a socket, run it as this process, and exit. Never returns.
+
+    The program finds an empty standard input there. Its head is three lengths (2, 4 and 4 bytes, big-endian) of its
+    name, its environment and its code.
+    """
+    agent = prepare(0)
+    os.umask(0o022)
+    agent.prepare()
+    main = agent.fresh_interpreter()
+    head = take(10)
+    name_bytes, env_bytes, code_bytes = (int.from_bytes(head[at:end], "big") for at, end in ((0, 2), (2, 6), (6, 10)))
+    name, env, code = take(name_bytes).decode(), bytes(take(env_bytes)), bytes(take(code_bytes))
+    empty, end = os.pipe()
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.close(end)
+    agent.set_environment(env)
+    signals = agent._signal
+    status = agent.EXIT_INTERRUPTED
+    try:
+        status = agent.run_code(code, name, main.__dict__, signals.default_int_handler)
+        signals.signal(signals.SIGINT, signals.SIG_IGN)
+    except KeyboardInterrupt:  # it came between the program's end and ours
+        signals.signal(signals.SIGINT, signals.SIG_IGN)
+    os._exit(agent.finalize(status, main.__dict__))
 
 
 if __name__ == "__main__":

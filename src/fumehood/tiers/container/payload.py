@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
 import importlib.util
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import fumehood
 from fumehood.errors import StartError
+from fumehood.tiers.container.excerpt import excerpt
 
 _LENGTHS = struct.Struct(">IIII")
 _MARSHAL = 2  # a format that every Python 3 reads, of plain values
@@ -27,6 +30,9 @@ _RECEIVED = b"R"
 _LISTEN_TIMEOUT_S = 15.0
 
 _PACKAGE = Path(fumehood.__file__).parent
+_BECOME_PROGRAM = "become_program"  # of the bootstrap
+#: What that wants of the agent.
+_OF_AGENT = ("prepare", "fresh_interpreter", "set_environment", "run_code", "finalize")
 
 
 @lru_cache(maxsize=1)
@@ -38,15 +44,33 @@ def bootstrap() -> str:
 @lru_cache(maxsize=1)
 def compiled_bootstrap() -> str:
     """The same for a Python that reads the code objects of this one, and need not compile it."""
-    code = compile(bootstrap(), "<string>", "exec", dont_inherit=True, optimize=2)
+    return _compiled(compile(bootstrap(), "<string>", "exec", dont_inherit=True, optimize=2))
+
+
+@lru_cache(maxsize=1)
+def program_bootstrap() -> str:
+    """The part of the bootstrap that becomes a single program and not the agent."""
+    return f"{ast.unparse(excerpt(bootstrap(), (_BECOME_PROGRAM,)))}\n{_BECOME_PROGRAM}()"
+
+
+@lru_cache(maxsize=1)
+def compiled_program_bootstrap() -> str:
+    """The same as :func:`compiled_bootstrap` is."""
+    return _compiled(compile(program_bootstrap(), "<string>", "exec", dont_inherit=True, optimize=2))
+
+
+def _compiled(code: CodeType) -> str:
     text = base64.b64encode(marshal.dumps(code)).decode()
     return f"import binascii, marshal; exec(marshal.loads(binascii.a2b_base64('{text}')))"
 
 
-@lru_cache(maxsize=1)
-def _agent() -> tuple[bytes, bytes]:
-    source = (_PACKAGE / "guest/agent.py").read_bytes()
-    return marshal.dumps(compile(source, "agent.py", "exec", dont_inherit=True)), source
+@lru_cache(maxsize=2)
+def _agent(single: bool) -> tuple[bytes, bytes]:
+    """The agent compiled and its source; for a ``single`` program what it needs of both."""
+    source = (_PACKAGE / "guest/agent.py").read_text()
+    if single:
+        source = ast.unparse(excerpt(source, _OF_AGENT))
+    return marshal.dumps(compile(source, "agent.py", "exec", dont_inherit=True)), source.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +97,14 @@ def message(
     library: Library = _NO_LIBRARY,
     paths: Sequence[str] | None = None,
     same_python: bool = False,
+    single: bool = False,
 ) -> bytes:
     """The bytes to send. ``python`` is the version that the environment's packages are for, if there is one.
 
     ``paths``: see :mod:`.bootstrap`. ``same_python``: the Python inside is known to read the code objects of this one.
+    ``single``: to a bootstrap that becomes a single program.
     """
-    code, source = _agent()
+    code, source = _agent(single)
     if same_python:
         source = b""
     plan = {

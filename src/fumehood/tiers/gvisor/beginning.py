@@ -8,6 +8,8 @@ a FIFO. No program is known then, and nothing of the guest exists. What is made 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fumehood.enclosure import PidfdEnclosure, handshake
+from fumehood.enclosure import PidfdEnclosure, let_go, sealed
 from fumehood.errors import FumehoodError, StartError
 from fumehood.folders import remove_tree
 from fumehood.images.store import Image
@@ -34,6 +36,9 @@ from fumehood.tiers.gvisor.spawning import Launcher, Spawned
 _RUNSC_TASKS = 256
 _TASKS_MAX = 16384
 _GATE = "gate"
+#: gVisor cuts one write(2) to a pipe of the host's at what the pipe has room for, also where the writer would wait, so
+#: it has room for much: the most that an ordinary user may ask for (/proc/sys/fs/pipe-max-size).
+_PIPE_BYTES = 1 << 20
 _NAMES = itertools.count(1)
 
 
@@ -51,6 +56,14 @@ class GvisorEnclosure(PidfdEnclosure):
         self.gate = -1  # the FIFO; it holds what was written as long as it is open
         self.stderr = -1
 
+    def on_death(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when the last process is dead, from the event loop."""
+        self._death.add_done_callback(lambda _: tell())
+
+    def duplicate(self) -> int:
+        """A pidfd of the first process, the caller's own. Raises OSError."""
+        return os.dup(self._pidfd)
+
     def let_go_on(self) -> None:
         """End the wait, if it waits or will. Raises OSError."""
         if self.gate >= 0:
@@ -58,8 +71,7 @@ class GvisorEnclosure(PidfdEnclosure):
 
     def lost_reason(self) -> str:
         """What runsc wrote, or that it died."""
-        said = os.pread(self.stderr, 4096, 0).decode("utf-8", "replace").strip() if self.stderr >= 0 else ""
-        return f"runsc said: {said[-400:]}" if said else "runsc ended"
+        return _said(os.pread(self.stderr, 4096, 0) if self.stderr >= 0 else b"") or "runsc ended"
 
     async def release(self) -> None:
         """Let go of what is the bundle's as well."""
@@ -83,6 +95,7 @@ class Shape:
     image: Image
     binds: tuple[tuple[str, str], ...]
     start: Start
+    single: bool = False  # it is for a single program, which has no agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +105,28 @@ class Begun:
     shape: Shape
     enclosure: GvisorEnclosure
     channel: socket.socket
+    output: tuple[int, ...] = ()  # where a single program's stdout and stderr are read
+
+    def lost_reason(self) -> str:
+        """What runsc wrote, or that it died."""
+        said = b""
+        if self.output:
+            os.set_blocking(self.output[1], False)
+            with contextlib.suppress(OSError):
+                said = os.read(self.output[1], 4096)
+        return _said(said) or self.enclosure.lost_reason()
 
     async def discard(self) -> None:
         """It is not wanted."""
         self.channel.close()
+        for fd in self.output:
+            os.close(fd)
         await self.enclosure.discard()
+
+
+def _said(data: bytes) -> str:
+    said = data.decode("utf-8", "replace").strip()
+    return f"runsc said: {said[-400:]}" if said else ""
 
 
 async def begin(
@@ -113,34 +143,37 @@ async def begin(
     group: Cgroup | None = None
     enclosure: GvisorEnclosure | None = None
     folder = leftovers.make()
-    gate = -1
-    ours, theirs = socket.socketpair()
-    stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
+    undo = contextlib.ExitStack()  # closes what has no other owner yet
     try:
-        plan = _plan(folder, shape.limits, program, platform)
-        if ahead:
-            os.mkfifo(f"{folder}/{_GATE}", 0o600)
-            gate = os.open(f"{folder}/{_GATE}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        _configure(shape, folder, f"{folder}/{_GATE}" if ahead else "")
-        group = _group(tree, shape.limits)
-        entries = group.entries() if group is not None else []
-        try:
-            first = await launcher.spawn(plan, [theirs.fileno(), stderr, *entries])
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as given:  # closes what the sandbox has a copy of
+            ours, standard, output = _standard(shape.single, undo, given)
+            answers = launcher.ask(_plan(folder, shape, program, platform), standard)
+            undo.callback(answers.close)
+            # While the launcher works on it:
+            gate = f"{folder}/{_GATE}" if ahead else ""
+            if gate:
+                os.mkfifo(gate, 0o600)
+            _configure(shape, folder, gate)
+            group = _group(tree, shape.limits)
+            entries = group.entries() if group is not None else []
             for entry in entries:
-                os.close(entry)
-        enclosure = GvisorEnclosure(first, group, folder, forget)
-        enclosure.stderr = os.dup(stderr)
-        enclosure.gate, gate = gate, -1
-        if group is not None and not entries:
-            await in_thread(group.add, first.pid)  # it may wait for a grace period of the kernel's
-        await handshake(ours, enclosure, tier="gvisor")
+                given.callback(os.close, entry)
+            first = await launcher.spawned(answers)
+            enclosure = GvisorEnclosure(first, group, folder, forget)
+            if gate:
+                enclosure.gate = os.open(gate, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not output:
+                enclosure.stderr = os.dup(standard[2])
+            if group is not None and not entries:
+                await in_thread(group.add, first.pid)  # it may wait for a grace period of the kernel's
+            let_go(ours, tier="gvisor", entries=entries)
+        (enclosure.work_fd,) = await sealed(ours, tier="gvisor")
         if group is not None and not group.holds(first.pid):
             raise StartError("the sandbox is not in its cgroup", tier="gvisor")
-        return Begun(shape, enclosure, ours)
+        undo.pop_all()
+        return Begun(shape, enclosure, ours, output)
     except BaseException as error:
-        ours.close()  # P1 ends with it, where it is not known here yet
+        undo.close()  # P1 ends with the channel, where it is not known here yet
         if enclosure is not None:
             await asyncio.shield(enclosure.discard())
         else:
@@ -150,11 +183,29 @@ async def begin(
         if isinstance(error, OSError) and not isinstance(error, FumehoodError):
             raise StartError(f"the sandbox could not be set up: {error}", tier="gvisor") from None
         raise
-    finally:
-        if gate >= 0:
-            os.close(gate)
-        os.close(stderr)
-        theirs.close()
+
+
+def _standard(
+    single: bool, undo: contextlib.ExitStack, given: contextlib.ExitStack
+) -> tuple[socket.socket, list[int], tuple[int, ...]]:
+    """The channel, descriptors 0 to 2 of runsc, and where a single program's output is read. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    undo.callback(ours.close)
+    given.callback(theirs.close)
+    if not single:
+        stderr = os.memfd_create("runsc", os.MFD_CLOEXEC)
+        given.callback(os.close, stderr)
+        return ours, [theirs.fileno(), theirs.fileno(), stderr], ()
+    standard, output = [theirs.fileno()], []
+    for _ in ("stdout", "stderr"):
+        reading, writing = os.pipe()
+        undo.callback(os.close, reading)
+        given.callback(os.close, writing)
+        with contextlib.suppress(OSError):  # a user's share of pipe memory may be used up
+            fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        standard.append(writing)
+        output.append(reading)
+    return ours, standard, tuple(output)
 
 
 def _configure(shape: Shape, folder: str, gate: str) -> None:
@@ -184,11 +235,16 @@ def overhead_tasks(limits: Limits) -> int:
     return min(_RUNSC_TASKS + limits.pids * (limits.pids + 2), _TASKS_MAX)
 
 
-def _plan(folder: str, limits: Limits, program: Runsc, platform: str) -> dict[str, Any]:
+def _plan(folder: str, shape: Shape, program: Runsc, platform: str) -> dict[str, Any]:
     """Make the bundle's folders, and say what the launcher has to do."""
+    limits = shape.limits
     scratch = f"{folder}/scratch"
     os.mkdir(scratch)
     os.mkdir(f"{folder}/state")
+    log = None
+    if shape.single:
+        runsc.make_log(folder)
+        log = f"{folder}/{runsc.LOG}"
     ident = f"fumehood-{secrets.token_hex(8)}"
     return {
         "root": os.geteuid() == 0,
@@ -198,7 +254,7 @@ def _plan(folder: str, limits: Limits, program: Runsc, platform: str) -> dict[st
         "uid": bundle.guest_uid(),
         "disk_bytes": limits.disk_bytes,
         "files": limits.files + len(bundle.FOLDERS) + 1,
-        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident),
+        "argv": runsc.command(program, platform, state="state", bundle=folder, ident=ident, log=log),
         "env": {
             # No TMPDIR: the Sentry, as nobody, must reach it. It and the gofer begin with an empty environment;
             # what starts them lives for a moment or waits, and needs no garbage collected before that is much.

@@ -24,9 +24,9 @@ def guest_uid() -> int:
     return _UID if os.geteuid() == 0 else 0
 
 
-def rlimits(limits: Limits, hard: tuple[str, ...]) -> dict[str, int]:
-    """Limits of each process inside, where processes are counted by user."""
-    return spec.rlimits(limits, hard) | {"NPROC": limits.pids + 1}
+def rlimits(limits: Limits, hard: tuple[str, ...], *, single: bool = False) -> dict[str, int]:
+    """Limits of each process inside, where processes are counted by user. Beside a ``single`` program is no agent."""
+    return spec.rlimits(limits, hard) | {"NPROC": limits.pids + (not single)}
 
 
 def _seccomp() -> dict[str, Any]:

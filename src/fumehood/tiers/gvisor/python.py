@@ -37,21 +37,25 @@ class Start:
     same_python: bool = False
 
 
-def usual() -> Start:
-    """What works with any Python."""
-    return Start(("python3", "-I", "-c", payload.bootstrap()))
+def usual(*, single: bool = False) -> Start:
+    """What works with any Python. ``single``: to become a single program and not the agent."""
+    return Start(("python3", "-I", "-c", payload.program_bootstrap() if single else payload.bootstrap()))
 
 
 @lru_cache(maxsize=32)
-def of(image: Image, magic: bytes, *, mounts: bool, environment: bool) -> Start:
+def of(image: Image, magic: bytes, *, environment: bool, single: bool = False) -> Start:
     """The quickest start of ``image``, whose .pyc files begin with ``magic`` (b"" if that is not known).
 
-    ``mounts``: folders of the host's are shown inside, and anything may be in them. ``environment``: one of ours is.
+    ``environment``: one of ours is shown inside. Other folders of the host's are so below /mnt, where no Python looks.
+    ``single``: see :func:`usual`.
     """
-    if mounts or not magic or not (image.rootfs / _PATH[1:]).is_file():
-        return usual()
+    if not magic or not (image.rootfs / _PATH[1:]).is_file():
+        return usual(single=single)
     same = magic == importlib.util.MAGIC_NUMBER
-    text = payload.compiled_bootstrap() if same else payload.bootstrap()
+    if single:
+        text = payload.compiled_program_bootstrap() if same else payload.program_bootstrap()
+    else:
+        text = payload.compiled_bootstrap() if same else payload.bootstrap()
     # Without the files of LANG's locale Python ends up with "C" in UTF-8 mode after it has looked for six of them.
     env = () if (image.rootfs / _LOCALES).exists() else ("LC_ALL=C",)
     found = site_paths(image)
@@ -62,10 +66,13 @@ def of(image: Image, magic: bytes, *, mounts: bool, environment: bool) -> Start:
 
 
 def site_paths(image: Image) -> tuple[str, ...] | None:
-    """What Debian's ``site`` adds to sys.path in ``image``; None if it would do more than that."""
+    """What Debian's ``site`` adds to sys.path in ``image``; None if it would do more than that, or links lead away."""
     root, library = image.rootfs, f"usr/lib/python{image.python}"
     folders = [f"usr/local/lib/python{image.python}/dist-packages", "usr/lib/python3/dist-packages"]
-    folders = [name for name in (*folders, f"{library}/dist-packages") if (root / name).is_dir()]
+    folders = [*folders, f"{library}/dist-packages"]
+    if any((root / name).is_symlink() for name in folders):
+        return None
+    folders = [name for name in folders if (root / name).is_dir()]
     names = [entry.name for name in folders for entry in (root / name).iterdir()]
     if any((root / name).exists() for name in ("usr/pyvenv.cfg", "usr/bin/pyvenv.cfg")):
         return None

@@ -48,12 +48,45 @@ def platforms() -> tuple[str, ...]:
     return (named,) if named else PLATFORMS
 
 
-def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str) -> list[str]:
+#: runsc opens one for each of its processes and puts the process's word in the place of %COMMAND%.
+LOG = "log.%COMMAND%"
+#: What the process writes there that the others are children of, once all is over: a status as of wait(2).
+_ENDED = re.compile(rb"Exiting with status: (\d{1,5})\n\Z")
+#: What it writes before that where the Sentry has died instead, whose status it then takes (pkg/sandbox/sandbox.go).
+_LOST = b"Wait RPC to container"
+_LOG_MAX = 1 << 18  # it has some fifty lines, and a guest adds none
+
+
+def make_log(folder: str) -> None:
+    """Prepare ``folder`` to hold what ``runsc run`` logs, and not what the others do, which a guest can bring about.
+
+    Raises OSError.
+    """
+    for word in ("boot", "gofer"):
+        os.symlink(os.devnull, f"{folder}/{LOG.replace('%COMMAND%', word)}")
+
+
+def ended(folder: str) -> int | None:
+    """The container's end as runsc heard it from the Sentry, when ``runsc run`` is dead; None if it did not.
+
+    Its own exit status would not tell a program that was killed from one that exits with more than 128, nor either
+    from a runsc that failed.
+    """
+    try:
+        with open(f"{folder}/{LOG.replace('%COMMAND%', 'run')}", "rb") as log:
+            text = log.read(_LOG_MAX)
+    except OSError:
+        return None
+    found = _ENDED.search(text)
+    return int(found[1]) if found is not None and _LOST not in text else None
+
+
+def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str, log: str | None = None) -> list[str]:
     """The command line of a sandbox. It holds no code and no secret.
 
     ``--ignore-cgroups``: the cgroup is ours and made already. ``--oci-seccomp``: the Sentry filters the guest's calls
     by our list as the kernel does in other tiers. ``--file-access-mounts=exclusive``: nobody but the guest changes
-    its files while it lives.
+    its files while it lives. ``log``: see :data:`LOG`.
     """
     return [
         runsc.path,
@@ -65,6 +98,7 @@ def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str)
         "--oci-seccomp",
         "--file-access-mounts=exclusive",
         "--log=/dev/null",
+        *([f"--debug-log={log}"] if log else []),
         "run",
         f"--bundle={bundle}",
         ident,

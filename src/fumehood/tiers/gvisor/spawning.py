@@ -6,6 +6,7 @@ import array
 import asyncio
 import contextlib
 import json
+import marshal
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from fumehood.tiers.jail.runtime import base_python
 
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _MESSAGE_MAX = 1 << 16
+_MARSHAL = 2  # a format that every Python 3 reads
 _SPAWN_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 2.0
 
@@ -31,28 +33,45 @@ class Launcher:
         self._child: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    async def spawn(self, plan: dict[str, Any], fds: Sequence[int]) -> Spawned:
-        """A first process that waits for its word; ``fds`` are its channel, the file for runsc's words, its entries.
+    def ask(self, plan: dict[str, Any], fds: Sequence[int]) -> socket.socket:
+        """Ask for a first process that waits for its word: the socket for :meth:`spawned`. Does not wait.
 
-        Raises StartError; whoever closes the channel then ends what there may be.
+        ``fds`` are runsc's input, which is its channel, output and error. Whoever closes the channel ends what there
+        may be. Raises StartError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             with theirs:
-                self._send(json.dumps(plan).encode(), [theirs.fileno(), *fds])
-            async with asyncio.timeout(_SPAWN_TIMEOUT_S):
-                message, given = await _message(ours)
-            if "error" in message:
-                raise StartError(str(message["error"])[:500], tier="gvisor")
-            (pidfd,) = given
-            return Spawned(process.pid_of_pidfd(pidfd), pidfd, ours)
-        except (OSError, TimeoutError, EOFError, ValueError) as error:
+                self._send(marshal.dumps(plan, _MARSHAL), [theirs.fileno(), *fds])
+        except OSError as error:
             ours.close()
-            raise StartError(f"the launcher did not answer: {error}", tier="gvisor") from None
+            raise _silent(error) from None
         except BaseException:
             ours.close()
             raise
+        return ours
+
+    async def spawned(self, answers: socket.socket) -> Spawned:
+        """What was asked for; it owns ``answers``, which is closed if there is none. Raises StartError."""
+        try:
+            async with asyncio.timeout(_SPAWN_TIMEOUT_S):
+                message, given = await _message(answers)
+            if "error" in message:
+                raise StartError(str(message["error"])[:500], tier="gvisor")
+            (pidfd,) = given
+            return Spawned(process.pid_of_pidfd(pidfd), pidfd, answers)
+        except (OSError, TimeoutError, EOFError, ValueError) as error:
+            answers.close()
+            raise _silent(error) from None
+        except BaseException:
+            answers.close()
+            raise
+
+    def start(self) -> None:
+        """Start it, where it is not, without waiting until it serves. Raises OSError."""
+        if self._control is None:
+            self._control = self._start()
 
     def _send(self, data: bytes, fds: list[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -61,7 +80,8 @@ class Launcher:
                 self._control.sendmsg([data], rights)
                 return
             self.close()
-        self._control = self._start()
+        self.start()
+        assert self._control is not None
         self._control.sendmsg([data], rights)
 
     def _start(self) -> socket.socket:
@@ -95,6 +115,10 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+
+
+def _silent(error: Exception) -> StartError:
+    return StartError(f"the launcher did not answer: {error}", tier="gvisor")
 
 
 class Spawned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import re
@@ -34,6 +35,7 @@ from fumehood.tiers.container.ending import end_all
 from fumehood.tiers.gvisor import bundle, leftovers, library, python, runsc
 from fumehood.tiers.gvisor.beginning import Begun, GvisorEnclosure, Shape, begin, overhead_tasks
 from fumehood.tiers.gvisor.runsc import Runsc
+from fumehood.tiers.gvisor.single import GvisorSingle, link
 from fumehood.tiers.gvisor.spawning import Launcher
 from fumehood.wire import Channel
 
@@ -72,7 +74,7 @@ class GvisorTier:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
         self._live: set[GvisorEnclosure] = set()
-        self._launcher = Launcher()
+        self._launcher: Launcher | None = None
         self._ahead: Begun | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,6 +94,13 @@ class GvisorTier:
 
     async def create(self, policy: Policy) -> GuestSandbox:
         """A new sandbox. Raises UnsupportedError, PolicyError, UnavailableError, StartError; nothing is left then."""
+        return await self._create(policy, single=False)
+
+    async def create_single(self, policy: Policy, *, warm: bool = False) -> GuestSandbox:
+        """The same for one simple program, see :class:`fumehood.tier.Single`."""
+        return await self._create(policy, single=not warm)
+
+    async def _create(self, policy: Policy, *, single: bool) -> GuestSandbox:
         require(self, policy)
         spec.require_own(policy, tier=self.name, image=self.image, runtime=None)
         if policy.limits.memory_bytes < MEMORY_BYTES_MIN:
@@ -105,10 +114,11 @@ class GvisorTier:
                 tier=self.name,
                 remedy=probe.remedy or _build(self.image),
             )
+        self._start_launcher()  # where it is the first, what follows is done meanwhile
         tree = await self._tree()
         binds, version = _binds(policy, image)
         before = self._closings
-        shape = _shape(policy, image, binds, version, tree)
+        shape = _shape(policy, image, binds, version, tree, single=single)
         async with self._turns:
             begun = await self._take(shape, tree)
             if not policy.mounts:  # the host may put another folder in the place of one meanwhile
@@ -135,7 +145,7 @@ class GvisorTier:
 
     async def _begin(self, shape: Shape, tree: Hierarchy | None, *, ahead: bool = False) -> Begun:
         program, platform = _Host.runsc(), _Host.platform
-        begun = await begin(shape, program, platform, tree, self._forgotten, self._launcher, ahead=ahead)
+        begun = await begin(shape, program, platform, tree, self._forgotten, self._start_launcher(), ahead=ahead)
         self._live.add(begun.enclosure)
         return begun
 
@@ -149,6 +159,16 @@ class GvisorTier:
                 self._timer.cancel()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(shape)))
+
+    def _start_launcher(self) -> Launcher:
+        """The launcher, which serves or is about to. Raises StartError."""
+        if self._launcher is None:
+            self._launcher = _Host.take_launcher()
+        try:
+            self._launcher.start()
+        except OSError as error:
+            raise StartError(f"the launcher does not start: {error}", tier=self.name) from None
+        return self._launcher
 
     async def _make_ahead(self, shape: Shape) -> None:
         closings = self._closings
@@ -186,19 +206,26 @@ class GvisorTier:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all(self._live)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await in_thread(self._launcher.close)
+        if self._launcher is not None:
+            await in_thread(self._launcher.close)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await in_thread(tree.close)
 
 
 def _shape(
-    policy: Policy, image: Image, binds: list[tuple[str, str]], version: str | None, tree: Hierarchy | None
+    policy: Policy,
+    image: Image,
+    binds: list[tuple[str, str]],
+    version: str | None,
+    tree: Hierarchy | None,
+    *,
+    single: bool,
 ) -> Shape:
     hard = tree.hard if tree is not None else ()
-    magic = library.of(image).magic
-    start = python.of(image, magic, mounts=bool(policy.mounts), environment=version is not None)
-    return Shape(policy.limits, bundle.rlimits(policy.limits, hard), image, tuple(binds), start)
+    start = python.of(image, library.of(image).magic, environment=version is not None, single=single)
+    rlimits = bundle.rlimits(policy.limits, hard, single=single)
+    return Shape(policy.limits, rlimits, image, tuple(binds), start, single)
 
 
 async def _finish(begun: Begun, policy: Policy, version: str | None, hard: tuple[str, ...]) -> GuestSandbox:
@@ -213,26 +240,27 @@ async def _finish(begun: Begun, policy: Policy, version: str | None, hard: tuple
             library=library.of(shape.image),
             paths=shape.start.paths,
             same_python=shape.start.same_python,
+            single=shape.single,
         )
         try:
             await asyncio.get_running_loop().sock_sendall(channel, message)
             report = await payload.report(channel, tier="gvisor", timeout_s=_READY_TIMEOUT_S)
         except StartError as error:
-            raise StartError(f"{error.message}; {enclosure.lost_reason()}", tier="gvisor") from None
+            raise StartError(f"{error.message}; {begun.lost_reason()}", tier="gvisor") from None
         except OSError as error:
-            raise StartError(f"the sandbox was lost: {error}; {enclosure.lost_reason()}", tier="gvisor") from None
+            raise StartError(f"the sandbox was lost: {error}; {begun.lost_reason()}", tier="gvisor") from None
         receipt = _receipt(policy, shape, _Host.runsc(), _Host.platform, enclosure.group, hard, report)
         if "memory" not in hard:
             enclosure.poll_memory(policy.limits.memory_bytes)
+        if shape.single:
+            return GvisorSingle(link(begun), enclosure, policy, receipt, env=spec.ENV)
         fd = channel.detach()
         return GuestSandbox(Channel(fd, fd), enclosure, policy, receipt, env=spec.ENV)
     except BaseException as error:
-        await asyncio.shield(enclosure.discard())
+        await asyncio.shield(begun.discard())
         if isinstance(error, OSError) and not isinstance(error, FumehoodError):
             raise StartError(f"the sandbox could not be set up: {error}", tier="gvisor") from None
         raise
-    finally:
-        channel.close()
 
 
 def _binds(policy: Policy, image: Image) -> tuple[list[tuple[str, str]], str | None]:
@@ -309,6 +337,24 @@ class _Host:
     platform = ""
     _runsc: Runsc | None = None
     _probes: ClassVar[dict[tuple[str, str], Probe]] = {}
+    _launchers: ClassVar[list[Launcher]] = []  # the probe's, for the first tier that makes a sandbox
+
+    @classmethod
+    def take_launcher(cls) -> Launcher:
+        """The one that the probe started, or a new one. The caller closes it."""
+        try:
+            return cls._launchers.pop()
+        except IndexError:
+            return Launcher()
+
+    @classmethod
+    def leave_launcher(cls, launcher: Launcher) -> None:
+        """Keep it for :meth:`take_launcher`, which need not be called: it ends with this process."""
+        if cls._launchers:
+            launcher.close()
+        else:
+            cls._launchers.append(launcher)
+            atexit.register(launcher.close)
 
     @classmethod
     def runsc(cls) -> Runsc:
@@ -370,12 +416,14 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
         policy = Policy()
         try:
             async with asyncio.timeout(_TRY_TIMEOUT_S):
-                shape = _shape(policy, image, [], None, None)
+                shape = _shape(policy, image, [], None, None, single=False)
                 begun = await begin(shape, program, platform, None, lambda gone: remove_tree(gone.folder), launcher)
                 sandbox = await _finish(begun, policy, None, ())
             await sandbox.close()
-        finally:
+        except BaseException:
             launcher.close()
+            raise
+        _Host.leave_launcher(launcher)
 
     def work() -> None:  # this thread may have a running loop
         try:
