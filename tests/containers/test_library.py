@@ -96,7 +96,7 @@ def test_what_does_not_fit_its_source_is_not_sent(tmp_path: Path) -> None:
     def sent(head: bytes) -> bool:
         compiled.write_bytes(head + b"code")
         library.of.cache_clear()
-        return b"code" in library.of(image).packed
+        return b"code" in library.of(image).code
 
     def number(value: int) -> bytes:
         return value.to_bytes(4, "little")

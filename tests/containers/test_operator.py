@@ -128,7 +128,8 @@ def test_containers_made_ahead_serve_one_run_each_and_none_is_left(container_tie
         for number in range(4):
             result = runner.run("import os\nprint(os.listdir())\nopen('f', 'w').close()\nopen('/tmp/f', 'x').close()")
             assert result.stdout == "[]\n", number
-        assert runner.run("import os\nprint(os.getpid() != 1)").stdout == "True\n"
+        if container_tier != "gvisor":  # whose single program on demand has no agent
+            assert runner.run("import os\nprint(os.getpid() != 1)").stdout == "True\n"
     if container_tier != "gvisor":
         word: Word = container_tier  # type: ignore[assignment]
         assert labelled(word) == []

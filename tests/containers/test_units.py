@@ -141,8 +141,8 @@ def test_a_value_that_was_not_applied_refuses_the_sandbox() -> None:
 def test_the_bootstrap_holds_no_line_that_differs_between_runs() -> None:
     assert payload.bootstrap() == payload.bootstrap() and "become_agent()" in payload.bootstrap()
     first = payload.message(python=None, rlimits={"CORE": 0}, preload=())
-    lengths = struct.unpack(">IIII", first[:16])
-    assert len(first) == 16 + sum(lengths)
+    lengths = struct.unpack(">IIIII", first[:20])
+    assert len(first) == 20 + sum(lengths)
 
 
 # --- the attached stream

@@ -2,8 +2,9 @@
 
 Or it takes of the agent what a single program needs, and becomes that program (:func:`become_program`).
 
-From the host come four lengths (4 bytes each, big-endian) and then a plan and a library (marshal, in a version that
-every Python reads), the agent compiled by the host's Python, and its source, for a Python that cannot read the former.
+From the host come five lengths (4 bytes each, big-endian) and then a plan and a library's index (marshal, in a version
+that every Python reads), the library's code, the agent compiled by the host's Python, and its source, for a Python that
+cannot read the former.
 Back go one byte when all of it is there, and a report: a length and JSON. Then the agent serves on the same two
 descriptors. Standard library only; imports as little as it can, for that costs each start.
 
@@ -47,11 +48,14 @@ class NoLock:
 
 
 class Library:
-    """Finds the modules that came along: name -> (path, whether it is a package, code as in a .pyc or None)."""
+    """Finds the modules that came along: name -> (path, whether it is a package, where in ``code`` its code ends).
 
-    def __init__(self, modules: "dict[str, tuple[str, bool, bytes | None]]") -> None:
+    The code begins where that of the module before ends, and is as in a .pyc; that of a shared object is empty.
+    """
+
+    def __init__(self, modules: "dict[str, tuple[str, bool, int, int]]", code: memoryview) -> None:
         self.modules = modules
-        self.calls = Calls()
+        self.code = code
         self.locks = {name: getattr(_machinery, name) for name in _LOCKS if hasattr(_machinery, name)}
         sys.meta_path.insert(0, self)
         for name in self.locks:
@@ -59,22 +63,21 @@ class Library:
         for name in _LATER:
             if name in modules:
                 self.load_later(name)
-        if "ctypes" in modules:
-            _modules["ctypes"] = self.calls
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
         """As a finder of sys.meta_path does."""
         if name not in self.modules:
             return None
-        file, package, code = self.modules[name]
-        if code is None:
+        file, package, start, end = self.modules[name]
+        code = self.code[start:end]
+        if not code:
             loader = _external.ExtensionFileLoader(name, file)
         else:
             loader = _external.SourceFileLoader(name, file)
 
             def get_code(_: str) -> object:
                 del loader.get_code
-                if code[:1] != b"x":  # the first byte of what zlib made, and never of a code object
+                if code[0] != 0x78:  # b"x", the first byte of what zlib made, and never of a code object
                     return marshal.loads(code)
                 import zlib
 
@@ -105,9 +108,6 @@ class Library:
         """From here there may be threads. The modules stay to be found, as quickly as those that are loaded."""
         for name, lock in self.locks.items():
             setattr(_machinery, name, lock)
-        if _modules.get("ctypes") is self.calls:
-            del _modules["ctypes"]
-            self.calls.starting = False
 
 
 class Calls:
@@ -137,20 +137,21 @@ class CLibrary:
         return lambda *arguments: _ctypes.call_function(address, arguments)
 
 
-def take(size: int) -> bytearray:
+def take(size: int) -> memoryview:
     """Exactly ``size`` bytes of standard input."""
-    data = bytearray()
-    while len(data) < size:
+    data = memoryview(bytearray(size))
+    left = data
+    while left:
         try:
-            piece = os.read(0, min(size - len(data), 1 << 16))
+            count = os.readv(0, [left])
         except BlockingIOError:  # under gVisor the stream does not wait, whatever it was before
             wait = select.poll()
             wait.register(0, select.POLLIN)
             wait.poll()
             continue
-        if not piece:
+        if not count:
             os._exit(0)
-        data += piece
+        left = left[count:]
     return data
 
 
@@ -165,14 +166,22 @@ def be_site(paths: "list[str]") -> None:
     sys.path += paths
 
 
-def prepare(answers: int) -> "Any":
-    """Take what the host sends, set this process up, and report on the descriptor ``answers``; the agent's module."""
-    lengths = take(16)
-    sizes = [int.from_bytes(lengths[at : at + 4], "big") for at in range(0, 16, 4)]
-    plan, modules = marshal.loads(take(sizes[0])), marshal.loads(take(sizes[1]))
-    code, source = take(sizes[2]), take(sizes[3])
+def prepare(answers: int, calls: "Any" = None) -> "Any":
+    """Take what the host sends, set this process up, and report on the descriptor ``answers``; the agent's module.
+
+    ``calls``, where the library has a ``ctypes``, stands in its place while the agent starts.
+    """
+    lengths = take(20)
+    sizes = [int.from_bytes(lengths[at : at + 4], "big") for at in range(0, 20, 4)]
+    rest = take(sum(sizes))
+    parts = []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    plan, modules = marshal.loads(parts[0]), marshal.loads(parts[1])
+    code, source = parts[3:]
     os.write(answers, b"R")  # received: what comes next may take as long as the preloaded modules take
-    library = Library(modules if plan["library_magic"] == _external.MAGIC_NUMBER else {})
+    library = Library(modules if plan["library_magic"] == _external.MAGIC_NUMBER else {}, parts[2])
     import resource
 
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -190,9 +199,14 @@ def prepare(answers: int) -> "Any":
             be_site(plan["paths"])
         elif os.path.isdir(packages := f"/opt/env/lib/python{python}/site-packages"):
             sys.path.append(packages)
+        if calls is not None and "ctypes" in library.modules:
+            _modules["ctypes"] = calls
         same = plan["magic"] == _external.MAGIC_NUMBER
-        exec(marshal.loads(code) if same else compile(source, "agent.py", "exec"), agent.__dict__)
+        exec(marshal.loads(code) if same else compile(bytes(source), "agent.py", "exec"), agent.__dict__)
         library.close()
+        if _modules.get("ctypes") is calls is not None:
+            del _modules["ctypes"]
+            calls.starting = False
         for name in plan["preload"]:
             __import__(name)
     except Exception as failure:
@@ -218,7 +232,7 @@ def quoted(text: str) -> str:
 
 def become_agent() -> None:
     """Prepare, and serve on the same two descriptors. Never returns."""
-    agent = prepare(1)
+    agent = prepare(1, Calls())
     finder: Any = sys.meta_path[0]
     if "json" not in finder.modules:
         import json  # noqa: F401 - here, and not where a program's file may have taken its name
@@ -238,7 +252,7 @@ def become_program() -> None:
     main = agent.fresh_interpreter()
     head = take(10)
     name_bytes, env_bytes, code_bytes = (int.from_bytes(head[at:end], "big") for at, end in ((0, 2), (2, 6), (6, 10)))
-    name, env, code = take(name_bytes).decode(), bytes(take(env_bytes)), bytes(take(code_bytes))
+    name, env, code = str(take(name_bytes), "utf-8"), bytes(take(env_bytes)), bytes(take(code_bytes))
     empty, end = os.pipe()
     os.dup2(empty, 0)
     os.close(empty)

@@ -21,7 +21,7 @@ import fumehood
 from fumehood.errors import StartError
 from fumehood.tiers.container.excerpt import excerpt
 
-_LENGTHS = struct.Struct(">IIII")
+_LENGTHS = struct.Struct(">IIIII")
 _MARSHAL = 2  # a format that every Python 3 reads, of plain values
 _LENGTH = struct.Struct(">I")
 _REPORT_MAX = 1 << 16
@@ -78,12 +78,19 @@ class Library:
     """Modules of the image's standard library to send along, see :mod:`.bootstrap`."""
 
     magic: bytes = b""  # of the Python whose .pyc files they are
-    packed: bytes = marshal.dumps({}, _MARSHAL)
+    index: bytes = marshal.dumps({}, _MARSHAL)
+    code: bytes = b""
 
 
 def pack(magic: bytes, modules: dict[str, tuple[str, bool, bytes | None]]) -> Library:
     """Name -> the file inside, whether it is a package, and code without a .pyc's head, None for a shared object."""
-    return Library(magic, marshal.dumps(modules, _MARSHAL))
+    index: dict[str, tuple[str, bool, int, int]] = {}
+    code = bytearray()
+    for name, (file, package, own) in modules.items():
+        start = len(code)
+        code += own or b""
+        index[name] = file, package, start, len(code)
+    return Library(magic, marshal.dumps(index, _MARSHAL), bytes(code))
 
 
 _NO_LIBRARY = Library()
@@ -116,8 +123,8 @@ def message(
         "paths": None if paths is None else list(paths),
     }
     packed = marshal.dumps(plan, _MARSHAL)
-    lengths = _LENGTHS.pack(len(packed), len(library.packed), len(code), len(source))
-    return b"".join((lengths, packed, library.packed, code, source))
+    parts = packed, library.index, library.code, code, source
+    return b"".join((_LENGTHS.pack(*map(len, parts)), *parts))
 
 
 async def report(stream: socket.socket, *, tier: str, timeout_s: float) -> dict[str, Any]:

@@ -37,8 +37,8 @@ _RUNSC_TASKS = 256
 _TASKS_MAX = 16384
 _GATE = "gate"
 #: gVisor cuts one write(2) to a pipe of the host's at what the pipe has room for, also where the writer would wait, so
-#: it has room for much: the most that an ordinary user may ask for (/proc/sys/fs/pipe-max-size).
-_PIPE_BYTES = 1 << 20
+#: it has room for more than usual. All of a user's pipes may hold 64 MiB (/proc/sys/fs/pipe-user-pages-soft).
+_PIPE_BYTES = 256 << 10
 _NAMES = itertools.count(1)
 
 

@@ -207,7 +207,8 @@ class GvisorTier:
         await end_all(self._live)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._launcher is not None:
-            await in_thread(self._launcher.close)
+            launcher, self._launcher = self._launcher, None
+            await in_thread(_Host.leave_launcher, launcher)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await in_thread(tree.close)
@@ -337,11 +338,11 @@ class _Host:
     platform = ""
     _runsc: Runsc | None = None
     _probes: ClassVar[dict[tuple[str, str], Probe]] = {}
-    _launchers: ClassVar[list[Launcher]] = []  # the probe's, for the first tier that makes a sandbox
+    _launchers: ClassVar[list[Launcher]] = []  # at most one, which nobody uses: of the probe, or of a closed tier
 
     @classmethod
     def take_launcher(cls) -> Launcher:
-        """The one that the probe started, or a new one. The caller closes it."""
+        """The one that is left, or a new one; to start one is a tenth of a run. The caller gives it back."""
         try:
             return cls._launchers.pop()
         except IndexError:
@@ -349,7 +350,7 @@ class _Host:
 
     @classmethod
     def leave_launcher(cls, launcher: Launcher) -> None:
-        """Keep it for :meth:`take_launcher`, which need not be called: it ends with this process."""
+        """Keep one for :meth:`take_launcher`. It does nothing, and ends with this process at the latest."""
         if cls._launchers:
             launcher.close()
         else:
