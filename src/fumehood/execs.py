@@ -6,13 +6,15 @@ The records are :class:`fumehood.session.GuestSandbox`'s; what ended an exec is 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib.util
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from fumehood.displays import Displays
 from fumehood.errors import ClosedError, PolicyError
@@ -129,6 +131,50 @@ class Stdin:
         return piece, self.open or bool(self.waiting)
 
 
+class Ended(asyncio.Future[None]):
+    """The end of an exec. A task that waits for it can go on in the same turn of the event loop, see :meth:`tell`."""
+
+    _waiter: tuple[Callable[[Any], object], contextvars.Context] | None = None
+
+    def add_done_callback(self, fn: Callable[[Self], object], /, *, context: contextvars.Context | None = None) -> None:
+        """See :class:`asyncio.Future`. A task that waits gives its own context, and is called first."""
+        if context is not None and self._waiter is None and not self.done():
+            self._waiter = fn, context
+        else:
+            super().add_done_callback(fn, context=context)
+
+    def tell(self) -> None:
+        """Set it, and let the task that waits go on before this returns. Not from within a task, where it waits."""
+        waiter = self._waiter
+        if waiter is None or asyncio.current_task(self.get_loop()) is not None:
+            self.set_result(None)
+            return
+        self._waiter = None
+        self.set_result(None)
+        waiter[1].run(waiter[0], self)
+
+    def set_result(self, result: None, /) -> None:
+        """See :class:`asyncio.Future`."""
+        self._queue_waiter()
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | type, /) -> None:
+        """See :class:`asyncio.Future`."""
+        self._queue_waiter()
+        super().set_exception(exception)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """See :class:`asyncio.Future`."""
+        self._queue_waiter()
+        return super().cancel(msg)
+
+    def _queue_waiter(self) -> None:
+        """The task goes on in the next turn, as with any future."""
+        if self._waiter is not None:
+            (fn, context), self._waiter = self._waiter, None
+            super().add_done_callback(fn, context=context)
+
+
 class Run:
     """An exec that is under way."""
 
@@ -137,9 +183,7 @@ class Run:
         "program", "sent", "status", "stdin", "timers", "used",
     )  # fmt: skip
 
-    def __init__(
-        self, ident: int, program: Program, output: Output, stdin: Stdin, last: bool, done: asyncio.Future[None]
-    ) -> None:
+    def __init__(self, ident: int, program: Program, output: Output, stdin: Stdin, last: bool, done: Ended) -> None:
         self.ident = ident
         self.program = program
         self.output = output
@@ -154,7 +198,7 @@ class Run:
         self.overflow = False
         self.interrupted = False
         self.used: tuple[float | None, int | None] | None = None  # CPU seconds and peak, if read before the end of all
-        self.sent = asyncio.Event()  # the guest has been told to run it, so that what follows reaches it
+        self.sent: asyncio.Event | None = None  # the guest has been told to run it, so that what follows reaches it
         self.timers: list[asyncio.TimerHandle] = []
 
 

@@ -270,7 +270,7 @@ def _check_env(env: Mapping[str, str]) -> None:
 
 
 def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _instance(name: str, value: object, kind: type) -> None:
@@ -284,6 +284,10 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+#: What tracebacks call a program that has no name.
+DEFAULT_NAME = "<agent>"
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """A Python program. Text is sent as UTF-8; bytes are sent as they are and may carry a coding cookie."""
@@ -291,7 +295,7 @@ class Code:
     source: str | bytes
     #: Shown in tracebacks. In a live sandbox the default becomes ``<agent-1>``, ``<agent-2>``, … by exec, so that a
     #: traceback through several of them shows the right lines.
-    name: str = "<agent>"
+    name: str = DEFAULT_NAME
     #: In a live sandbox: the namespace to run in, made when it is first named; "" is the sandbox's own. All share one
     #: interpreter, its modules and the files.
     context: str = ""

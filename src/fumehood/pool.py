@@ -126,7 +126,7 @@ class Pool:
         self._over: deque[_Lease] = deque()  # to be released by the keeper
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._keeper: asyncio.Task[None] | None = None
-        self._stirring: asyncio.TimerHandle | None = None  # the keeper will be told that a sandbox was taken
+        self._stirring: asyncio.Handle | None = None  # the keeper will be told that a sandbox was taken
         self._closed = False
         self._counts = PoolMetrics()
 
@@ -270,7 +270,10 @@ class Pool:
     def _stir_soon(self) -> None:
         """Tell the keeper that a sandbox was taken, but not in the moment in which the one who took it uses it."""
         if self._stirring is None:
-            self._stirring = asyncio.get_running_loop().call_later(SETTLE_S, self._stir)
+            self._stirring = asyncio.get_running_loop().call_soon(self._stir_later)
+
+    def _stir_later(self) -> None:
+        self._stirring = asyncio.get_running_loop().call_later(SETTLE_S, self._stir)
 
     def _stir(self) -> None:
         self._stirring = None

@@ -22,7 +22,18 @@ from fumehood.mapping import Batch, Item, Job, Mapped, drive, drive_from_thread
 from fumehood.model import Artifact, Boundary, Code, Policy, Program, Receipt, Result, check_path
 from fumehood.pool import Pool
 from fumehood.threads import in_thread
-from fumehood.tier import FileInfo, FullSandbox, RunningProgram, Sandbox, Single, Sink, Tier, is_simple, require
+from fumehood.tier import (
+    FileInfo,
+    FullSandbox,
+    RunningProgram,
+    Sandbox,
+    Single,
+    Sink,
+    Tier,
+    is_simple,
+    require,
+    require_program,
+)
 
 T = TypeVar("T")
 
@@ -39,7 +50,7 @@ def as_program(program: Program | str | bytes, *, displays: bool = False, contex
 
 def as_inputs(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
     """Input files by their clean paths. Raises PolicyError."""
-    return {check_path(path): data for path, data in (files or {}).items()}
+    return {check_path(path): data for path, data in files.items()} if files else {}
 
 
 def _check_folder(out: Path) -> None:
@@ -100,7 +111,7 @@ class AsyncRunner:
         """
         wanted = as_program(program, displays=displays)
         inputs = as_inputs(files)
-        require(self.tier, self.policy, program=wanted, files=bool(inputs) or out is not None)
+        require_program(self.tier, self.policy, wanted, files=bool(inputs) or out is not None)
         if out is not None:
             _check_folder(out)
         sandbox = await self._create(single=is_simple(wanted, files=bool(inputs), stdin=bool(stdin)))

@@ -37,9 +37,10 @@ from fumehood.errors import (
     StartError,
     UnsupportedError,
 )
-from fumehood.execs import Ending, Output, Run, Running, Stdin, decide, raw, request
+from fumehood.execs import Ended, Ending, Output, Run, Running, Stdin, decide, raw, request
 from fumehood.guest_files import LISTING_MAX, GuestFiles, is_count, save_left
 from fumehood.model import (
+    DEFAULT_NAME,
     Artifact,
     Code,
     Command,
@@ -182,6 +183,7 @@ class GuestSandbox(GuestFiles):
         if not self.guest_is_agent:
             raise self._unsupported("handles on running programs")
         run = self._begin(program, Stdin(b"", stays_open=stdin), sink, last=False, background=background)
+        run.sent = asyncio.Event()
         task = asyncio.ensure_future(self._follow_background(run) if background else self._follow(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -206,7 +208,7 @@ class GuestSandbox(GuestFiles):
             raise self._unsupported(PTY_UNMET)
         self._next_id += 1
         output = Output(limits.output_bytes, sink)
-        run = Run(self._next_id, program, output, stdin, last, self._loop.create_future())
+        run = Run(self._next_id, program, output, stdin, last, Ended(loop=self._loop))
         if isinstance(program, Code):
             wanted = program.displays if program.displays is not None else not last and self.guest_is_agent
             if not self.guest_is_agent and (wanted or program.context):
@@ -230,15 +232,19 @@ class GuestSandbox(GuestFiles):
         """Hand the program over and see it to its end."""
         limits = self._policy.limits
         started = self._loop.time()
-        self._start_clock(run)
-        if (limits.cpu_s - self._cpu_used) < limits.wall_s * self._cpu_rate:
-            self._watch_cpu()
         handed_over = False
         try:
             try:
-                await self._hand_over(run)
+                rest = self._hand_over(run)
+                # Not before: the guest has begun meanwhile, and nothing of this turn of the loop can come too late.
+                self._start_clock(run)
+                if (limits.cpu_s - self._cpu_used) < limits.wall_s * self._cpu_rate:
+                    self._watch_cpu()
+                if rest:
+                    await self._hand_over_more(run, rest)
                 handed_over = True
-                run.sent.set()
+                if run.sent is not None:
+                    run.sent.set()
             except ChannelClosed:
                 pass  # run.done is set by now, with what is known
             await run.done
@@ -251,8 +257,7 @@ class GuestSandbox(GuestFiles):
             self._kill("an exec was cancelled or its sink failed")
             raise
         finally:
-            for timer in run.timers:
-                timer.cancel()
+            self._loop.call_soon(self._tidy, run)  # after the caller has the result
             self._run = None
             if self._cpu_timer is not None and not self._background:
                 self._cpu_timer.cancel()
@@ -260,6 +265,11 @@ class GuestSandbox(GuestFiles):
             if self._idle_s is not None:
                 self._rest()
         return self._result(run, handed_over, (finished if run.status is not None else self._loop.time()) - started)
+
+    def _tidy(self, run: Run) -> None:
+        """What is left to do after an exec."""
+        for timer in run.timers:
+            timer.cancel()
 
     async def _end(self, run: Run) -> None:
         """Kill all that is left, and wait until the last process is dead: none of the program runs when it is told."""
@@ -273,9 +283,12 @@ class GuestSandbox(GuestFiles):
         handed_over = False
         try:
             try:
-                await self._hand_over(run, background=True)
+                rest = self._hand_over(run, background=True)
+                if rest:
+                    await self._hand_over_more(run, rest)
                 handed_over = True
-                run.sent.set()
+                if run.sent is not None:
+                    run.sent.set()
             except ChannelClosed:
                 pass
             await run.done
@@ -288,24 +301,26 @@ class GuestSandbox(GuestFiles):
                 self._rest()
         return self._result(run, handed_over, seconds, background=True)
 
-    async def _hand_over(self, run: Run, background: bool = False) -> None:
-        """Send the program. Raises PolicyError, and ChannelClosed if the agent cannot have all of it."""
-        policy = self._policy
-        header, payload = request(run, self._env, policy, name=self._name(run), background=background)
-        while True:
+    def _hand_over(self, run: Run, background: bool = False) -> memoryview:
+        """Send the program's first piece, usually all of it; what is left. Raises PolicyError, ChannelClosed."""
+        header, payload = request(run, self._env, self._policy, name=self._name(run), background=background)
+        rest = payload[BODY_MAX:]
+        header["more"] = bool(rest)
+        self._channel.post(header, payload[:BODY_MAX])
+        return rest
+
+    async def _hand_over_more(self, run: Run, payload: memoryview) -> None:
+        """Send the rest, each piece once the one before is on its way. Raises ChannelClosed."""
+        while payload:
+            await self._channel.flush()
             piece, payload = payload[:BODY_MAX], payload[BODY_MAX:]
-            header["more"] = bool(payload)
-            if not payload:
-                self._channel.post(header, piece)
-                return
-            await self._channel.send(header, piece)
-            header = {"op": "more", "id": run.ident}
+            self._channel.post({"op": "more", "id": run.ident, "more": bool(payload)}, piece)
 
     def _name(self, run: Run) -> str:
         """What tracebacks call the program: the default name is made different for each exec of a live sandbox."""
         self._codes += 1
         name = run.program.name if isinstance(run.program, Code) else ""
-        return f"<agent-{self._codes}>" if name == "<agent>" and not run.last else name[:255]
+        return f"<agent-{self._codes}>" if name == DEFAULT_NAME and not run.last else name[:255]
 
     def _result(self, run: Run, handed_over: bool, seconds: float, background: bool = False) -> Result:
         """What became of the exec. Raises StartError, OutcomeUnknownError, UnsupportedError."""
@@ -490,7 +505,7 @@ class GuestSandbox(GuestFiles):
         kept = run.output.counts
         kept["stdout"] = max(kept["stdout"], header["out_bytes"])
         kept["stderr"] = max(kept["stderr"], header["err_bytes"])
-        run.done.set_result(None)
+        run.done.tell()
 
     def give_stdin(self, run: Run) -> None:
         """Answer the guest's question for standard input, if it has asked and there is an answer."""

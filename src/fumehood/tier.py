@@ -328,7 +328,7 @@ def require(
     ``live``: the sandbox is opened for more than one exec. Raises UnsupportedError.
     """
     features = tier.features
-    unmet: list[str] = []
+    unmet = _unmet_by_program(features, policy, program, files)
     for who, wanted in (("the caller's floor", floor), ("the policy's floor", policy.floor)):
         if wanted is not None and not features.boundary.meets(wanted):
             unmet.append(f"{who} is {wanted.value!r} and its boundary is {features.boundary.value!r}")
@@ -347,32 +347,48 @@ def require(
             unmet.append("egress to everywhere")
     elif policy.egress and not features.egress_list:
         unmet.append("egress by an allow-list")
-    if isinstance(program, Command):
-        if not features.commands:
-            unmet.append("commands")
-        if program.pty is not None and not features.pty:
-            unmet.append("pty")
-        elif program.pty is not None and not policy.terminals:
-            unmet.append(PTY_UNMET)
-    elif isinstance(program, Code):
-        if program.displays and not features.displays:
-            unmet.append("displays")
-        if program.context and not features.contexts:
-            unmet.append("contexts")
     for name, usual in _USUAL_LIMITS:
         if name not in features.limits and getattr(policy.limits, name) != usual:
             unmet.append(f"limits.{name}")
-    if files and not features.files:
-        unmet.append("files")
     if live and not features.live:
         unmet.append("live sandboxes")
     if policy.hard:
         held = tier.probe().hard
         unmet.extend(f"a hard limit on {name}" for name in policy.hard if name not in held)
     if unmet:
-        raise UnsupportedError(
-            f"cannot hold: {'; '.join(unmet)}",
-            unmet=tuple(unmet),
-            tier=tier.name,
-            remedy="choose another tier (`fumehood tiers`) or change the policy",
-        )
+        raise _refusal(tier, unmet)
+
+
+def require_program(tier: Tier, policy: Policy, program: Program, *, files: bool) -> None:
+    """The same for one more program under a policy that :func:`require` has let pass for this tier."""
+    unmet = _unmet_by_program(tier.features, policy, program, files)
+    if unmet:
+        raise _refusal(tier, unmet)
+
+
+def _unmet_by_program(features: Features, policy: Policy, program: Program | None, files: bool) -> list[str]:
+    unmet: list[str] = []
+    if isinstance(program, Code):
+        if program.displays and not features.displays:
+            unmet.append("displays")
+        if program.context and not features.contexts:
+            unmet.append("contexts")
+    elif isinstance(program, Command):
+        if not features.commands:
+            unmet.append("commands")
+        if program.pty is not None and not features.pty:
+            unmet.append("pty")
+        elif program.pty is not None and not policy.terminals:
+            unmet.append(PTY_UNMET)
+    if files and not features.files:
+        unmet.append("files")
+    return unmet
+
+
+def _refusal(tier: Tier, unmet: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"cannot hold: {'; '.join(unmet)}",
+        unmet=tuple(unmet),
+        tier=tier.name,
+        remedy="choose another tier (`fumehood tiers`) or change the policy",
+    )

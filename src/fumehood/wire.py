@@ -45,13 +45,18 @@ def _refuse(text: str) -> NoReturn:
     raise ValueError(f"{text:.20} is not allowed")
 
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+#: A header as the text of its JSON object.
+header_text = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder(parse_float=_refuse, parse_constant=_refuse).raw_decode
 
 
 def encode(header: Header, body_bytes: int) -> bytes:
     """The two lengths and the header of a frame. Raises ValueError if it is over the bounds."""
-    head = _encode(header).encode()
+    return _encode(header_text(header), body_bytes)
+
+
+def _encode(text: str, body_bytes: int) -> bytes:
+    head = text.encode()
     if len(head) > HEADER_MAX or body_bytes > BODY_MAX:
         raise ValueError(f"a frame of {len(head)} + {body_bytes} bytes is over the bounds")
     return FRAME.pack(len(head), body_bytes) + head
@@ -99,6 +104,10 @@ class Link(ABC):
     async def send(self, header: Header, body: bytes | memoryview = b"") -> None:
         """Send a frame and wait until the stream has taken it. Raises ChannelClosed."""
         self.post(header, body)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until the stream has taken all frames. Raises ChannelClosed."""
         while self._outbox:
             if self._drained is None:
                 self._drained = self._loop.create_future()
@@ -164,15 +173,29 @@ class Channel(Link):
 
     def post(self, header: Header, body: bytes | memoryview = b"") -> None:
         """See :class:`Link`."""
+        self.post_text(header_text(header), body)
+
+    def post_text(self, header: str, body: bytes | memoryview = b"") -> None:
+        """The same of a header that is its JSON already."""
         if self.lost is not None:
             raise self.lost
-        head = encode(header, len(body))
+        head = _encode(header, len(body))
+        frame = memoryview(head + body) if len(body) < 4096 else None
         idle = not self._outbox
-        if len(body) < 4096:
-            self._outbox.append(memoryview(head + bytes(body)))
-        else:
-            self._outbox.extend((memoryview(head), memoryview(body)))
-        self.pending_bytes += len(head) + len(body)
+        if idle and frame is not None:
+            try:
+                frame = frame[os.write(self._write_fd, frame) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                why = ChannelClosed(f"the stream broke: {error}")
+                self._lose(why)
+                raise why from None
+            if not frame:
+                return
+        pieces = (memoryview(head), memoryview(body)) if frame is None else (frame,)
+        self._outbox.extend(pieces)
+        self.pending_bytes += sum(map(len, pieces))
         if idle:
             self._on_writable()
             if self.lost is not None:

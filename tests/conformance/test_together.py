@@ -39,7 +39,7 @@ def test_100_runs_at_once(async_runner_factory: Factory, private_tmp: Path) -> N
             program = "import os\nopen('f', 'w').write('{0}')\nprint({0}, len(os.listdir()))"
             results = await asyncio.gather(*(runner.run(Code(program.format(i))) for i in range(100)))
             assert [r.stdout for r in results] == [f"{i} 1\n" for i in range(100)]
-            assert before.left(private_tmp, kept=1) == []
+            assert await asyncio.to_thread(before.left, private_tmp, kept=1) == []
 
     asyncio.run(main())
     assert whole.left(private_tmp) == []
@@ -73,7 +73,7 @@ def test_a_run_that_is_cancelled_at_any_point_leaves_nothing(async_runner_factor
                 with pytest.raises(asyncio.CancelledError):
                     await asyncio.wait_for(asyncio.shield(task), PATIENCE_S)
             assert (await runner.run(Code("print(1)"))).stdout == "1\n"
-            assert before.left(private_tmp, kept=1) == []
+            assert await asyncio.to_thread(before.left, private_tmp, kept=1) == []
 
     asyncio.run(main())
     assert whole.left(private_tmp) == []
@@ -90,7 +90,7 @@ def test_a_run_that_times_out_outside_leaves_nothing(async_runner_factory: Facto
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.3):
                         await runner.run(Code("while True: pass"))
-            assert before.left(private_tmp, kept=1) == []
+            assert await asyncio.to_thread(before.left, private_tmp, kept=1) == []
 
     asyncio.run(main())
     assert whole.left(private_tmp) == []

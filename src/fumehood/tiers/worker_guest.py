@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import queue
@@ -73,26 +74,28 @@ class Stream:
         for fd in {read_fd, write_fd}:
             os.set_blocking(fd, True)
 
-    def _need(self, size: int) -> None:
-        while len(self._inbox) < size:
-            data = os.read(self._read_fd, self._read_bytes)
-            if not data:
-                raise EOFError
-            self._read_bytes = READ_BYTES if len(data) == self._read_bytes else READ_BYTES_MIN
-            self._inbox += data
-
     def receive(self) -> tuple[Header, bytes]:
         """The next frame. Raises EOFError, OSError, ValueError."""
-        self._need(FRAME.size)
-        header_bytes, body_bytes = FRAME.unpack_from(self._inbox)
-        if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
-            raise ValueError("a frame that is too large")
-        middle = FRAME.size + header_bytes
-        end = middle + body_bytes
-        self._need(end)
-        header, _ = _decode(self._inbox[FRAME.size : middle].decode())
-        body = bytes(self._inbox[middle:end])
-        del self._inbox[:end]
+        inbox = self._inbox
+        middle, end = 0, FRAME.size
+        while True:
+            if len(inbox) < end:
+                data = os.read(self._read_fd, self._read_bytes)
+                if not data:
+                    raise EOFError
+                self._read_bytes = READ_BYTES if len(data) == self._read_bytes else READ_BYTES_MIN
+                inbox += data
+            elif not middle:
+                header_bytes, body_bytes = FRAME.unpack_from(inbox)
+                if header_bytes > HEADER_MAX or body_bytes > BODY_MAX:
+                    raise ValueError("a frame that is too large")
+                middle = FRAME.size + header_bytes
+                end = middle + body_bytes
+            else:
+                break
+        header, _ = _decode(inbox[FRAME.size : middle].decode())
+        body = bytes(inbox[middle:end])
+        del inbox[:end]
         return header, body
 
     def send(self, header: Header, body: bytes | memoryview = b"") -> None:
@@ -201,6 +204,7 @@ class WorkerGuest:
         self.workdir = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.interrupted = False
         self.halted = threading.Event()  # the exec under way is to end
+        self._halting = False  # that is set
         self._turn = threading.Lock()  # of what follows, between the two threads
         self._asked = False  # there is an exec, from its first frame to its end
         self._running = False  # the runtime has its program
@@ -240,6 +244,7 @@ class WorkerGuest:
         """From any thread: end the program under way soon, or before it begins."""
         with self._turn:
             if self._asked:
+                self._halting = True
                 self.halted.set()
                 if self._running:
                     self.stop()
@@ -252,20 +257,28 @@ class WorkerGuest:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ALARM)
         configuration, _ = self.stream.receive()
         self.prepare(configuration)
+        gc.freeze()  # what is there by now stays, and is not looked at again
         if self.rehearsal:
-            self._rehearse()
+            self._rehearse(configuration.get("rehearsals", 1))
         threading.Thread(target=self._work, daemon=True).start()
         self.stream.send({"op": "ready", "version": VERSION, "pid": os.getpid()})
         self._work(takes=True)
 
-    def _rehearse(self) -> None:
-        """Go through an exec of ours, so that the first program does not pay for the pages that one writes to."""
+    def _rehearse(self, times: int) -> None:
+        """Go through execs of ours: the first program shall not pay for the pages that one writes to.
+
+        Once is enough for most of these. From the eighth time on Python's own code is in the form that is touched least
+        (PEP 659), and what Monty keeps of one program for the next has found its place.
+        """
         ours, theirs = socket.socketpair()
         with ours, theirs, self.stream.diverted(theirs.fileno()):
             limits: Header = {"output_bytes": 99, "overflow": "truncate", "stdin": False, "env_bytes": 0}
-            Stream(ours.fileno(), ours.fileno()).send({"op": "exec", "id": 0, **limits}, self.rehearsal)
-            self._exec(*self._take())
-            self._next()
+            host = Stream(ours.fileno(), ours.fileno())
+            for _ in range(times):
+                host.send({"op": "exec", "id": 0, **limits}, self.rehearsal)
+                self._exec(*self._take())
+                self._next()
+                host.receive()
 
     def _work(self, takes: bool = False) -> NoReturn:
         """One of the two threads. ``takes``: it is the one that takes frames first."""
@@ -305,7 +318,11 @@ class WorkerGuest:
         while True:
             header, body = self.stream.receive()
             operation = header.get("op")
-            if operation in self._files:
+            if operation == "exec":
+                job = self._begin(header, body)
+                if job is not None:
+                    return job
+            elif operation in self._files:
                 self._serve_file(header, body)
             elif operation == "answer":
                 self.answer(header, body)
@@ -314,30 +331,32 @@ class WorkerGuest:
             elif operation == "interrupt":
                 self.interrupted = self._asked
                 self.halt()
-            elif operation == "exec":
-                self._begin()
-                job = self._whole(header, body)
-                with self._turn:
-                    if not self._busy:
-                        self._busy = self.stream.holding = True
-                        signal.setitimer(signal.ITIMER_REAL, RELIEF_S)
-                        return job
-                    self._waiting = job  # the other thread makes a fresh state still, and takes it then
 
-    def _begin(self) -> None:
-        """An exec is there, and what interrupts from now on is meant for it."""
+    def _begin(self, header: Header, body: bytes) -> Job | None:
+        """An exec is there, and what interrupts from now on is meant for it. None if it is not for this thread."""
         with self._turn:
             self.interrupted = False
-            self.halted.clear()
+            if self._halting:
+                self._halting = False
+                self.halted.clear()
             self._asked = True
+        job = header, self._whole(body) if header.get("more") is True else body
+        with self._turn:
+            if not self._busy:
+                self._busy = self.stream.holding = True
+                signal.setitimer(signal.ITIMER_REAL, RELIEF_S)
+                return job
+            self._waiting = job  # the other thread makes a fresh state still, and takes it then
+            return None
 
-    def _whole(self, header: Header, body: bytes) -> Job:
+    def _whole(self, body: bytes) -> bytes:
         pieces = [body]
-        more = header
-        while more.get("more") is True:
-            more, body = self.stream.receive()
+        more = True
+        while more:
+            header, body = self.stream.receive()
             pieces.append(body)
-        return header, b"".join(pieces)
+            more = header.get("more") is True
+        return b"".join(pieces)
 
     def _next(self) -> tuple[Job | None, bool]:
         """After an exec: the one that has come meanwhile; or whether this thread takes frames again."""
@@ -352,7 +371,8 @@ class WorkerGuest:
 
     def _exec(self, header: Header, payload: bytes) -> None:
         ident = header["id"]
-        env, source = environment(payload[: header["env_bytes"]]), payload[header["env_bytes"] :]
+        env_bytes = header["env_bytes"]
+        env, source = (environment(payload[:env_bytes]), payload[env_bytes:]) if env_bytes else ({}, payload)
         try:
             stdin = self._whole_stdin(ident) if header["stdin"] else b""
         except OverflowError as error:
@@ -367,7 +387,7 @@ class WorkerGuest:
 
     def _run(self, source: bytes, header: Header, env: dict[str, str], stdin: bytes, output: Output) -> Header:
         with self._turn:
-            self._running = not self.halted.is_set()
+            self._running = not self._halting
         try:
             if not self._running:
                 return {"status": EXIT_INTERRUPTED, "lost": False}

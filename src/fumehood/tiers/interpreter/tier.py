@@ -19,6 +19,9 @@ _REMEDY = "pip install 'fumehood[interpreter]'"
 #: Calls of host functions and sleeps, per sandbox: far above any honest program, and Monty's default is 1,000.
 _SUSPENSIONS = 100_000
 
+#: Of a worker that waits for its program: so many take some 2 ms, and save each run a twentieth.
+_REHEARSALS_WARM = 12
+
 _MiB = 1 << 20
 
 FEATURES = Features(
@@ -59,6 +62,13 @@ class InterpreterTier:
 
     async def create(self, policy: Policy) -> WorkerSandbox:
         """A worker with a Monty session. Raises UnsupportedError, UnavailableError, StartError."""
+        return await self._create(policy, rehearsals=1)
+
+    async def create_warm(self, policy: Policy) -> WorkerSandbox:
+        """As :meth:`create`, see :class:`fumehood.pool.Warming`."""
+        return await self._create(policy, rehearsals=_REHEARSALS_WARM)
+
+    async def _create(self, policy: Policy, *, rehearsals: int) -> WorkerSandbox:
         require(self, policy)
         if self._host is None:
             self._host = WorkerHost(_recipe(), jailed=self._jailed)
@@ -80,6 +90,7 @@ class InterpreterTier:
             ),
             notes=(FEATURES.note,),
             tools=self._tools,
+            rehearsals=rehearsals,
         )
 
     async def close(self) -> None:
