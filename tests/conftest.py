@@ -25,7 +25,7 @@ from fumehood.model import Policy
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tier import Features
 
-#: Tests that take up to a minute in some tier. They come first, so that no worker waits for another's at the end.
+#: Tests that take up to a minute in some tier. They come early, so that no worker waits for another's at the end.
 LONG = (
     "test_a_run_that_is_cancelled_at_any_point_leaves_nothing",
     "test_many_runs_leave_nothing",
@@ -35,6 +35,9 @@ LONG = (
     "test_thousand_runs.py",
     "test_100_runs_at_once",
 )
+
+#: Folders with tests of milliseconds: a worker takes a file of them at once, since asking for each costs more than it.
+QUICK = ("agent/", "attacks/", "cli/", "unit/", "test_docs.py", "test_layers.py", "containers/test_units.py")
 
 # A shell has what it starts in the background ignore it, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -127,17 +130,46 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
         shutil.rmtree(folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long ones, and mark what :mod:`support.not_applicable` names: such a test must fail."""
-    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the tests to workers, and mark what :mod:`support.not_applicable` names: such a test must fail.
+
+    xdist deals groups in the order of their first tests (``--no-loadscope-reorder``): what one worker must do alone
+    comes first, single tests, which even out how long the workers take, last.
+    """
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        first = item.name.partition("[")[2].partition("-")[0].rstrip("]")  # a test may name its tiers itself
-        tier = callspec.params.get("tier_name", first) if callspec is not None else None
-        if "microvm/" in item.nodeid:
-            tier = "microvm"
-        if tier in ("docker", "podman") or "containers/" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("engines"))  # they count what an engine holds, one at a time
-        reason = reason_for(str(tier), item.nodeid) if tier is not None else None
+        tier = _tier_of(item)
+        reason = reason_for(tier, item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
+        if (group := _group_of(item, tier)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_turn)
+
+
+def _tier_of(item: pytest.Item) -> str | None:
+    """The tier that the test is a test of, if it names one."""
+    if "microvm/" in item.nodeid:
+        return "microvm"
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return None
+    first = item.name.partition("[")[2].partition("-")[0].rstrip("]")  # a test may name its tiers itself
+    return str(callspec.params.get("tier_name", first))
+
+
+def _group_of(item: pytest.Item, tier: str | None) -> str | None:
+    """Tests with one group go to one worker, in turn."""
+    if tier in ("docker", "podman"):
+        return tier  # they count what an engine holds
+    path = item.nodeid.partition("::")[0].removeprefix("tests/")
+    if tier not in registry.names() and path.startswith(QUICK):
+        return path
+    return None
+
+
+def _turn(item: pytest.Item) -> tuple[bool, ...]:
+    """Lowest first: the engines' groups, other tests that take long, what is dealt by file or group, the others."""
+    mark = item.get_closest_marker("xdist_group")
+    group = str(mark.args[0]) if mark is not None else ""
+    long = any(name in item.nodeid for name in LONG)
+    return group not in ("docker", "podman"), not long, not group

@@ -184,14 +184,32 @@ def test_tracebacks_show_the_programs_lines_and_nothing_else(runner: Runner) -> 
         assert "<agent>" in runner.run("1/0").stderr
 
 
-@pytest.mark.parametrize("loop", ["while True: pass", "await asyncio.sleep(600)", "await spin()", "time.sleep(600)"])
+#: What tells that it can be interrupted, and goes on until it is. A program that awaits tells it from its event loop:
+#: before that, asyncio itself would be what is interrupted, and its lines in the traceback.
+ENDLESS = """
+import asyncio, time
+def on():
+    print('on', flush=True)
+async def spin():
+    on()
+    while True: pass
+async def wait():
+    asyncio.get_running_loop().call_soon(on)
+    await asyncio.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "loop",
+    ["on()\nwhile True: pass", "await wait()", "await spin()", "on()\ntime.sleep(600)"],
+    ids=["loop", "await wait", "await spin", "sleep"],
+)
 def test_interrupt_keeps_the_state(async_runner_factory: Callable[..., AsyncRunner], loop: str) -> None:
     async def main() -> None:
         async with async_runner_factory() as runner, runner.open() as sandbox:
-            await sandbox.exec(Code("x = 7\nimport asyncio, time\nasync def spin():\n    while True: pass"))
+            await sandbox.exec(Code(ENDLESS + "x = 7"))
             seen = asyncio.Event()
-            code = f"print('on', flush=True)\n{loop}"
-            running = asyncio.create_task(sandbox.exec(Code(code), sink=lambda *_: seen.set()))
+            running = asyncio.create_task(sandbox.exec(Code(loop), sink=lambda *_: seen.set()))
             await seen.wait()
             await sandbox.interrupt()
             result = await running

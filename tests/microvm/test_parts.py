@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import fcntl
 import io
 import json
 import os
@@ -224,8 +225,10 @@ def test_our_own_archive_carries_the_agent_as_it_is() -> None:
 
 
 def test_descriptors_get_the_numbers_asked_for() -> None:
-    """Also where the numbers asked for are those of others."""
-    read, write = os.pipe()
+    """Also where the numbers asked for are those of others. The pipe's own must not be 20 or 21."""
+    read, low = os.pipe()
+    write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 100)
+    os.close(low)
     pid = os.fork()
     if pid == 0:
         try:
