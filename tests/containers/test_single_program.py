@@ -19,6 +19,7 @@ from fumehood.linux import process
 from fumehood.model import Code, Command, Limits, MiB, Mount, Outcome, Policy
 from fumehood.tier import Single
 from fumehood.tiers.gvisor import runsc
+from fumehood.tiers.gvisor import tier as module
 from fumehood.tiers.gvisor.single import GvisorSingle
 from fumehood.tiers.gvisor.tier import GvisorTier
 
@@ -249,10 +250,24 @@ def test_without_a_log_there_is_no_status(tmp_path: Path) -> None:
     assert runsc.ended(str(tmp_path)) is None
 
 
+def test_where_runsc_does_not_tell_how_it_ended_there_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("gvisor")
+    monkeypatch.setattr(runsc, "ended", lambda folder: None)
+    monkeypatch.setattr(module._Host, "_probes", {})
+    monkeypatch.setattr(module._Host, "tells_ends", True)
+
+    async def steps(tier: GvisorTier) -> None:
+        sandbox = await tier.create_single(POLICY)
+        assert not isinstance(sandbox, GvisorSingle)
+        assert (await sandbox.exec(Code("print(1)"), last=True)).stdout == "1\n"
+        await sandbox.close()
+
+    assert GvisorTier().probe().available
+    lives(steps)
+
+
 def test_the_probes_launcher_serves_the_first_tier_and_no_second_one() -> None:
     need("gvisor")
-    from fumehood.tiers.gvisor import tier as module
-
     launchers = [module._Host.take_launcher() for _ in range(3)]
     assert len({id(each) for each in launchers}) == 3
     module._Host.leave_launcher(launchers[0])

@@ -17,6 +17,7 @@ from fumehood import environments
 from fumehood.errors import (
     ClosedError,
     FumehoodError,
+    OutcomeUnknownError,
     PolicyError,
     StartError,
     UnavailableError,
@@ -26,7 +27,7 @@ from fumehood.folders import remove_tree
 from fumehood.images import store
 from fumehood.images.store import Image
 from fumehood.linux.cgroup import Cgroup, Found, Hierarchy, find
-from fumehood.model import Boundary, Policy, Receipt
+from fumehood.model import Boundary, Code, Policy, Receipt
 from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, require
@@ -117,6 +118,7 @@ class GvisorTier:
         self._start_launcher()  # where it is the first, what follows is done meanwhile
         tree = await self._tree()
         binds, version = _binds(policy, image)
+        single = single and _Host.tells_ends
         before = self._closings
         shape = _shape(policy, image, binds, version, tree, single=single)
         async with self._turns:
@@ -336,6 +338,7 @@ class _Host:
 
     lock = threading.Lock()
     platform = ""
+    tells_ends = True  # whether runsc's log has what runsc.ended() looks for
     _runsc: Runsc | None = None
     _probes: ClassVar[dict[tuple[str, str], Probe]] = {}
     _launchers: ClassVar[list[Launcher]] = []  # at most one, which nobody uses: of the probe, or of a closed tier
@@ -409,7 +412,7 @@ class _Host:
 
 
 def _starts(image: Image, program: Runsc, platform: str) -> str:
-    """Why a sandbox does not start on ``platform``, or ""."""
+    """Why a sandbox does not start on ``platform``, or "". Learns whether this runsc tells how a container ended."""
     answer: list[str] = []
 
     async def attempt() -> None:
@@ -417,10 +420,15 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
         policy = Policy()
         try:
             async with asyncio.timeout(_TRY_TIMEOUT_S):
-                shape = _shape(policy, image, [], None, None, single=False)
+                shape = _shape(policy, image, [], None, None, single=True)
                 begun = await begin(shape, program, platform, None, lambda gone: remove_tree(gone.folder), launcher)
                 sandbox = await _finish(begun, policy, None, ())
-            await sandbox.close()
+                try:
+                    _Host.tells_ends = (await sandbox.exec(Code("pass"), last=True)).ok
+                except OutcomeUnknownError:
+                    _Host.tells_ends = False
+                finally:
+                    await sandbox.close()
         except BaseException:
             launcher.close()
             raise
