@@ -215,12 +215,12 @@ async def handshake(
     _close(given)  # none, from our own code
 
 
-def let_go(channel: socket.socket, *, tier: str, entries: Sequence[int] = ()) -> None:
-    """Send the word. It may be sent before there is anybody to hear it. Raises StartError."""
+def let_go(channel: socket.socket, *, tier: str, entries: Sequence[int] = (), word: bytes = GO) -> None:
+    """Send the word, and what goes with it, perhaps before there is anybody to hear it. Raises StartError."""
     channel.setblocking(False)
     try:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", entries))] if entries else []
-        channel.sendmsg([GO], rights)
+        channel.sendmsg([word], rights)
     except OSError as error:
         raise StartError(f"the sandbox was lost before it sealed itself: {error}", tier=tier) from None
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +15,12 @@ import pytest
 from support.needs import need_tier
 from support.residue import Look
 
+from fumehood.linux.process import pid_of_pidfd
 from fumehood.model import Code, Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
-from fumehood.tiers.jail.tier import AHEAD, JailTier
+from fumehood.tiers.jail.client import Request
+from fumehood.tiers.jail.controls import DATA, SINGLE
+from fumehood.tiers.jail.tier import AHEAD, JailTier, Zygote
 
 BASE = Policy(limits=Limits(wall_s=20, open_files=100), env={"WHO": "base"})
 
@@ -122,6 +127,132 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
     asyncio.run(main())
 
 
+async def half_made(runner: AsyncRunner) -> tuple[JailTier, Zygote, Request]:
+    """A tier after a run: it has the processes of another sandbox, which wait to be told their limits."""
+    tier = runner.tier
+    assert isinstance(tier, JailTier)
+    await check(runner, files=False)
+    await asyncio.sleep(0)
+    (zygote,) = tier._zygotes.values()
+    flags, half = tier._halves[zygote]  # of an idle tier, so it has gone through a run
+    assert flags & ~DATA == SINGLE
+    await asyncio.wait([half.future])
+    return tier, zygote, half
+
+
+@pytest.mark.parametrize("cgroups", [True, False])
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_sandbox_made_halfway_takes_any_limits(
+    cgroups: bool, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used by the next single program, whatever its policy, unless that is for what processes are born with."""
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+
+    async def main() -> None:
+        tier = JailTier(cgroups=cgroups)
+        async with AsyncRunner(tier=tier, policy=BASE) as one, AsyncRunner(tier=tier, policy=OTHERS[difference]) as two:
+            _, zygote, half = await half_made(one)
+            asked = zygote._next
+            await check(two, files=True)  # that one has an agent, and is asked for by itself
+            assert tier._halves[zygote][1] is half and zygote._next == asked + 1
+            await check(two, files=False)
+            assert half.taken == (difference != "terminals")
+            if half.taken:
+                await asyncio.sleep(0)
+                assert zygote._next == asked + 2  # for the next; that run asked for none
+
+    asyncio.run(main())
+
+
+def test_a_sandbox_made_halfway_on_an_idle_machine_has_gone_through_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds most pages in place; while others run, nobody's time is spent on that."""
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+
+    async def faults_after(runner: AsyncRunner, beside: Awaitable[object] | None) -> int:
+        """Of the process that was made after a run, from the time when it waits."""
+        await check(runner, files=False) if beside is None else await asyncio.gather(check(runner, files=False), beside)
+        (zygote,) = runner.tier._zygotes.values()  # type: ignore[attr-defined]
+        _, half = runner.tier._halves[zygote]  # type: ignore[attr-defined]
+        await asyncio.wait([half.future])
+        pid = pid_of_pidfd(half.future.result()[1])
+        while stat_fields(pid)[0] != "S":
+            await asyncio.sleep(0.001)
+        before = int(stat_fields(pid)[7])
+        result = await runner.run("print(open('/proc/self/stat').read())")
+        return int(result.stdout.rpartition(")")[2].split()[7]) - before
+
+    async def main() -> None:
+        async with AsyncRunner(tier=JailTier(), policy=BASE) as runner:
+            await check(runner, files=False)
+            idle = await faults_after(runner, None)
+            busy = await faults_after(runner, runner.run("import time; time.sleep(0.5)"))
+            assert idle < 0.75 * busy, (idle, busy)
+
+    asyncio.run(main())
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Fields of proc_pid_stat(5) from the third, the state, on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_sandbox_made_halfway_that_died_is_not_used(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+
+    async def main() -> None:
+        async with AsyncRunner(tier=JailTier(), policy=BASE) as runner:
+            _, zygote, half = await half_made(runner)
+            signal.pidfd_send_signal(half.future.result()[which], signal.SIGKILL)
+            while half.alive:
+                await asyncio.sleep(0.001)
+            await check(runner, files=False)
+            assert half.end.fileno() == -1 and half.ident not in zygote._exits
+
+    asyncio.run(main())
+
+
+def test_a_sandbox_made_halfway_goes_with_its_zygote(private_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+    before = Look.take(private_tmp)
+
+    async def main() -> None:
+        async with AsyncRunner(tier=JailTier(), policy=BASE) as runner:
+            tier, zygote, half = await half_made(runner)
+            os.kill(zygote.pid, signal.SIGKILL)
+            while not zygote.lost:
+                await asyncio.sleep(0.001)
+            await check(runner, files=False)
+            assert half.end.fileno() == -1 and zygote not in tier._halves
+            await half_made(runner)
+        assert not tier._halves
+
+    asyncio.run(main())
+    assert before.left(private_tmp) == []
+
+
+def test_a_sandbox_asked_for_halfway_is_taken_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a caller who then gives up: the next has another."""
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+
+    async def main() -> None:
+        async with AsyncRunner(tier=JailTier(), policy=BASE) as runner:
+            for _ in range(20):
+                await check(runner, files=False)  # the request for the next is on its way
+                run = asyncio.create_task(check(runner, files=False))
+                await asyncio.sleep(0)
+                run.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await run
+
+    asyncio.run(main())
+
+
 def test_kinds_and_cancelled_runs_at_random(private_tmp: Path) -> None:
     """Under any order each run is held to its own policy, and nothing is left: descriptors, processes, groups."""
     need_tier("jail")
@@ -146,9 +277,9 @@ def test_kinds_and_cancelled_runs_at_random(private_tmp: Path) -> None:
             for _ in range(60):
                 runner = chance.choice(runners)
                 await asyncio.gather(*(one(runner) for _ in range(chance.randrange(1, 4))))
-            while tier._tasks or tier._live > len(tier._ahead):
+            while tier._tasks or tier._live > len(tier._ahead) or zygote._spawning:
                 await asyncio.sleep(0.005)
-            assert len(zygote._exits) == len(tier._ahead) and not zygote._spawning
+            assert len(zygote._exits) == len(tier._ahead) + len(tier._halves)
             assert tier._zygotes and not zygote.lost
             assert len(os.listdir("/proc/self/fd")) < len(before.descriptors) + 30
 

@@ -203,7 +203,7 @@ def status(pid: int) -> Status:
     Raises ProcessLookupError.
     """
     text = _read(f"/proc/{pid}/status")
-    fields = dict(line.split(b":", 1) for line in text.splitlines())
+    fields = dict(_STATUS_LINE.findall(text))
 
     def ids(name: bytes) -> tuple[int, ...]:
         return tuple(map(int, fields[name].split()))
@@ -322,6 +322,9 @@ _STATE, _PPID, _CUTIME, _CSTIME, _NUM_THREADS, _STARTTIME = 0, 1, 13, 14, 17, 19
 
 _RESIDENT = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
 
+_STATUS_LINE = re.compile(
+    rb"^(Uid|Gid|Groups|NSpid|Threads|Cap\w+|NoNewPrivs|Seccomp|Seccomp_filters):[ \t]*(.*)$", re.MULTILINE
+)
 _IDS = re.compile(rb"^\d+ \d+ \d+:\d+ ", re.MULTILINE)
 _OWNERS = re.compile(rb",[ug]id=\d+")
 _LIMIT_LINE = re.compile(r"^Max (?P<label>\S+(?: \S+)*) {2,}(?P<soft>unlimited|\d+) +(?P<hard>unlimited|\d+)", re.M)

@@ -26,12 +26,12 @@ import fumehood
 from fumehood.errors import StartError, UnavailableError
 from fumehood.linux import process
 from fumehood.tiers.jail import runtime
-from fumehood.tiers.jail.controls import HOSTNAME
+from fumehood.tiers.jail.controls import HOSTNAME, SINGLE
 
 _PACKAGE = Path(fumehood.__file__).parent
 _LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
 _ZYGOTE = f"{runtime.CODE_HOME}/fumehood/tiers/jail/zygote.py"
-REQUEST = struct.Struct("!QI")  # as in the zygote: number of the request, id of the sandbox
+REQUEST = struct.Struct("!QIB")  # as in the zygote: number of the request, id of the sandbox, flags
 _MESSAGE_MAX = 1 << 18
 _PIDFDS_MAX = 2
 _START_TIMEOUT_S = 60.0  # imports of everything that is preloaded included
@@ -49,12 +49,6 @@ IDS_PER_BLOCK = 65536
 _PRELOAD_ENV = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 # Without a folder named to it, matplotlib makes one and leaves its removal to the end of every program.
 _PRELOAD_ENV["MPLCONFIGDIR"] = "/tmp"
-
-#: What the zygote's self-test asks for: the least that exercises every step.
-_SELF_TEST: dict[str, object] = {
-    "disk_bytes": 1 << 20, "files": 64, "rlimits": {"CORE": 0, "NOFILE": 64},
-    "terminals": False, "touch": False, "single": False,
-}  # fmt: skip
 
 
 class ZygoteLostError(StartError):
@@ -127,26 +121,29 @@ class Zygote:
         self._control.setblocking(False)
         loop.add_reader(self._control, self._listen)
 
-    def request(self, channel: socket.socket, shape: bytes, *, processes: int = 1) -> Request:
-        """Ask for a sandbox whose guest talks through ``channel``. The message is sent at once; await the answer.
+    def request(self, flags: int) -> Request:
+        """Ask for a sandbox, by the flags of :mod:`fumehood.tiers.jail.controls`. Sent at once; await the answer.
 
-        ``shape`` is what :func:`shape` makes; ``processes``: of how many a pidfd is to come, two of a ``single`` one.
+        Raises ZygoteLostError.
         """
         if self.lost or self._loop is None:
             raise ZygoteLostError("the zygote is gone", tier="jail")
         ident = self._next
         self._next += 1
         inner_uid = 1 + ident % (IDS_PER_BLOCK - 1) if self._base else 0
+        ours, theirs = socket.socketpair()
         future: asyncio.Future[list[int]] = self._loop.create_future()
         self._spawning[ident] = future
         self._exits[ident] = self._loop.create_future()
-        rights = array.array("i", [channel.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
         try:
-            message = [REQUEST.pack(ident, inner_uid), shape]
-            self._control.sendmsg(message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            self._control.sendmsg([REQUEST.pack(ident, inner_uid, flags)], rights)
         except OSError as error:
             self._lose(f"the zygote takes no requests: {error}")
-        return Request(self, ident, self._base + inner_uid if self._base else os.geteuid(), future, processes)
+        finally:
+            theirs.close()
+        host_uid = self._base + inner_uid if self._base else os.geteuid()
+        return Request(self, ident, host_uid, ours, future, 2 if flags & SINGLE else 1)
 
     async def exited(self, ident: int) -> float | None:
         """CPU seconds that a dead sandbox used, all its processes together; None if the zygote died first."""
@@ -245,39 +242,30 @@ class Zygote:
             self._child.wait(_STOP_TIMEOUT_S)
 
 
-def shape(*, disk_bytes: int, files: int, rlimits: dict[str, int], terminals: bool, touch: bool, single: bool) -> bytes:
-    """What a sandbox is to be held to, as the zygote takes it.
-
-    ``touch``: the guest goes through a run beforehand, see :func:`fumehood.guest.agent.serve`. ``single``: it has no
-    agent, see :mod:`fumehood.tiers.jail.program`.
-    """
-    return json.dumps(
-        {"disk_bytes": disk_bytes, "files": files, "rlimits": rlimits}
-        | {"terminals": terminals, "touch": touch, "single": single}
-    ).encode()
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """A sandbox that was asked for."""
+    """A sandbox that was asked for, and once it is there waits for the word to seal itself.
+
+    Owns ``end``, our end of its channel, until somebody takes that over.
+    """
 
     zygote: Zygote
     ident: int
     host_uid: int
+    end: socket.socket
     future: asyncio.Future[list[int]]
     processes: int  # of which there is a pidfd in the answer
+    taken: bool = False
 
     async def answer(self) -> Spawned:
-        """The sandbox. Raises ZygoteLostError, StartError; a sandbox that comes too late is killed."""
+        """The sandbox, whose pidfds the caller owns from here on. Raises ZygoteLostError, StartError."""
         late = "the zygote did not answer in time"
         timer = asyncio.get_running_loop().call_later(_SPAWN_TIMEOUT_S, self.zygote._lose, late)
         try:
             pidfds = await self.future
-        except asyncio.CancelledError:
-            self.give_up()
-            raise
         finally:
             timer.cancel()
+        self.taken = True
         try:
             if len(pidfds) != self.processes:
                 raise OSError(errno.EPROTO, "the zygote sent other pidfds than were asked for")
@@ -285,15 +273,24 @@ class Request:
         except OSError as error:
             _kill(pidfds)
             raise StartError(f"the sandbox died at once: {error}", tier="jail") from None
-        if self.processes == 1:
-            return Spawned(self.ident, pids[0], pidfds[0], self.host_uid)
-        return Spawned(self.ident, pids[0], pidfds[0], self.host_uid, pids[1], pidfds[1])
+        program = (pids[1], pidfds[1]) if self.processes > 1 else ()
+        return Spawned(self.ident, pids[0], pidfds[0], self.host_uid, *program)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is something to wait for, or there already."""
+        if not self.future.done():
+            return not self.zygote.lost
+        return self.future.exception() is None and not any(process.ended(fd) for fd in self.future.result())
 
     def give_up(self) -> None:
-        """Nobody takes the sandbox: if it is there already it is killed here, or else when it comes."""
+        """Nobody takes the sandbox: if it is there already it is killed here, or else when it comes. Idempotent."""
+        self.end.close()
         self.zygote.forget(self.ident)
-        if not self.future.cancel() and not self.future.cancelled() and self.future.exception() is None:
-            _kill(self.future.result())
+        if self.taken or self.future.cancel() or self.future.cancelled() or self.future.exception() is not None:
+            return
+        self.taken = True
+        _kill(self.future.result())
 
 
 def _kill(pidfds: list[int]) -> None:
@@ -350,7 +347,6 @@ def start(
         "filters": guest.filters,
         "root": guest.root,
         "disabled": sorted(disabled),
-        "self_test": _SELF_TEST,
         "self_test_uid": 1 if as_root else 0,
     }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

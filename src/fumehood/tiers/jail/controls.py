@@ -11,9 +11,9 @@ Runs inside the zygote: every import here is memory in each sandbox.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
-import struct
 
 from fumehood.linux import capabilities, landlock, seccomp
 from fumehood.linux.mounts import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, pivot_to, tmpfs_options
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 
 UID = 1000  # inside; maps to one unprivileged host id
 CHANNEL_FD = 3
+GO = b"G"  # as in fumehood.enclosure, which is not loaded here
 WORK = "/work"
 HOSTNAME = "sandbox"
 TERMINALS_MAX = 64  # of one sandbox; the kernel has 4096 for all (kernel.pty.max)
 
 _SIG_SETMASK, _SIGSET_BYTES = 2, 8  # of the kernel, which are not the C library's
 _WORK = WORK.encode()
+_SCRATCH = ((b"work", _WORK), (b"shm", b"/dev/shm"), (b"tmp", b"/tmp"))  # the last covers what the others came from
 _WORK_FLAGS = MS_NOSUID | MS_NODEV
 _PROC_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
@@ -54,29 +56,68 @@ CLONED = {
 }
 
 
-class Box:
-    """What a sandbox is to be held to, and what was done. Those of one shape are made from one, with their own ids."""
+#: Limits of each process, by the names of resource.RLIMIT_…, in the order in which Numbers has them. The last stands in
+#: for a memory cgroup where there is none.
+RLIMITS = ("CORE", "NOFILE", "NPROC", "MEMLOCK", "MSGQUEUE", "FSIZE", "CPU", "NICE", "RTPRIO", "SIGPENDING", "DATA")
 
-    def __init__(self, shape: dict[str, Any], config: dict[str, Any]) -> None:
-        self.disk_bytes: int = shape["disk_bytes"]
-        self.files: int = shape["files"]
-        # By the numbers of the resource constants, which the request names without RLIMIT_.
-        self.rlimits = [(getattr(resource, f"RLIMIT_{name}"), n) for name, n in shape["rlimits"].items()]
+#: What a sandbox is, besides its numbers: bits of a request.
+SINGLE, TERMINALS, DATA = 1, 2, 4
+REHEARSED = 8  # a single one goes through a run before it is told its numbers; as Numbers.touch, which comes later
+
+_OPTIONS_BYTES = 94  # two numbers of 20 digits, and what is around them
+
+
+class Numbers(ctypes.Structure):
+    """What a policy says in numbers, as it comes with the word to go on, when the sandbox's processes exist already."""
+
+    _fields_ = (
+        ("word", ctypes.c_char),
+        ("touch", ctypes.c_bool),  # the guest rehearses a run before it is ready
+        ("disk", ctypes.c_char * _OPTIONS_BYTES),  # data of a mount, NUL-ended
+        ("rlimits", (ctypes.c_uint64 * 2) * len(RLIMITS)),  # struct rlimit64: soft and hard
+    )
+
+
+def numbers(*, disk_bytes: int, files: int, rlimits: dict[str, int], touch: bool) -> bytes:
+    """The word to go on, with a policy's numbers. 0 bytes or files is no bound.
+
+    ``rlimits`` has all of RLIMITS, or all but the last. Raises KeyError, and ValueError for what is too large.
+    """
+    options = tmpfs_options(size_bytes=disk_bytes, inodes=files and files + len(_SCRATCH) + 1, mode="755", owner=UID)
+    if len(options) >= _OPTIONS_BYTES:
+        raise ValueError(f"too large: {options}")
+    made = Numbers(GO, touch, options.encode())
+    for at, name in enumerate(RLIMITS[: len(rlimits)]):
+        made.rlimits[at][:] = [rlimits[name]] * 2
+    return bytes(made)
+
+
+class Box:
+    """What sandboxes of one kind are held to, and what was done: the zygote makes it, each sandbox fills in its own."""
+
+    def __init__(self, flags: int, config: dict[str, Any]) -> None:
+        self.single = bool(flags & SINGLE)  # it has no agent
+        self.terminals = bool(flags & TERMINALS)
+        self.rlimits = RLIMITS if flags & DATA else RLIMITS[:-1]
+        self.rehearsed = False
         self.host_uid = 0  # as the zygote's user namespace numbers it
         self.last_capability: int = config["last_capability"]
         self.landlock_abi: int = config["landlock_abi"]
         self.seal_filter: bytes = config["seal_filter"]
         self.serve: Callable[[int, int, str], object] = config["serve"]
         self.root: str = config["root"]
-        self.terminals: bool = shape["terminals"]
-        self.touch: bool = shape["touch"]  # the guest rehearses a run before it is ready
-        self.single: bool = shape["single"]  # it has no agent
         self.disabled: frozenset[str] = config["disabled"]
+        self.numbers = Numbers()
         self.init_fd = Result(-1)  # of the PID 1 whose namespaces a single program joins
         self.channel = Result(-1)  # the guest's end
         self.work_fd = Result(-1)
         self.begin = begin(self)
         self.seal = seal(self)
+
+    def address(self, name: str) -> int:
+        """Where a field of its numbers lies."""
+        offset: int = getattr(Numbers, name).offset
+        return ctypes.addressof(self.numbers) + offset
 
     def clone_flags(self) -> int:
         """Flags for clone3: the namespaces that are not switched off."""
@@ -126,10 +167,8 @@ def _cgroup_ns(box: Box, steps: Steps) -> None:
 @_control("disk", "tmpfs size= and nr_inodes=")
 def _disk(box: Box, steps: Steps) -> None:
     # One tmpfs holds /work, /tmp and /dev/shm, so that one number bounds all that can be written.
-    size, inodes = (0, 0) if "disk" in box.disabled else (box.disk_bytes, box.files + 4)  # 0 is no bound
-    options = tmpfs_options(size_bytes=size, inodes=inodes, mode="755", owner=UID)
-    steps.call("mount", b"tmpfs", b"/tmp", b"tmpfs", _WORK_FLAGS, options.encode())
-    for name, target in ((b"work", _WORK), (b"shm", b"/dev/shm"), (b"tmp", b"/tmp")):
+    steps.call("mount", b"tmpfs", b"/tmp", b"tmpfs", _WORK_FLAGS, box.address("disk"))
+    for name, target in _SCRATCH:
         steps.call("mkdirat", AT_FDCWD, b"/tmp/" + name, 0o700)
         steps.call("mount", b"/tmp/" + name, target, None, MS_BIND, None)
     steps.call("chdir", _WORK)
@@ -152,8 +191,9 @@ def _proc(box: Box, steps: Steps) -> None:
 
 @_control("rlimits", "setrlimit(2)")
 def _rlimits(box: Box, steps: Steps) -> None:
-    for number, most in box.rlimits:
-        steps.call("prlimit64", 0, number, struct.pack("=QQ", most, most), None)  # struct rlimit64
+    for at, name in enumerate(box.rlimits):
+        limit = box.address("rlimits") + at * ctypes.sizeof(box.numbers.rlimits[at])
+        steps.call("prlimit64", 0, getattr(resource, f"RLIMIT_{name}"), limit, None)
 
 
 @_control("capabilities", "capset(2) and PR_CAPBSET_DROP")

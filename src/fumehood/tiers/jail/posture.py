@@ -34,6 +34,10 @@ def _own_namespaces() -> dict[str, int]:
     return process.namespaces(os.getpid())
 
 
+#: Most of a receipt says what the receipt before said.
+_control = lru_cache(maxsize=256)(Control)
+
+
 class Reading:
     """Collects controls and, at the end, refuses if any was not what it should be."""
 
@@ -49,11 +53,11 @@ class Reading:
     def take(self, name: str, good: bool, value: object, held: Held = Held.HARD, mechanism: str = "") -> None:
         """One control as read back."""
         if name in self._disabled:
-            self.controls.append(Control(name, Held.OFF, "switched off by a test", str(value)))
+            self.controls.append(_control(name, Held.OFF, "switched off by a test", str(value)))
             return
         if not good:
             self.wrong.append(f"{name} is {value}")
-        self.controls.append(Control(name, held, mechanism or MECHANISMS[name], str(value)))
+        self.controls.append(_control(name, held, mechanism or MECHANISMS[name], str(value)))
 
 
 def read_back(

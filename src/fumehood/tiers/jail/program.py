@@ -8,7 +8,7 @@ docs/decisions/0010.
 
 On the socket from the host::
 
-    host -> here    GO          with descriptors by which this process enters its cgroup; all is sealed then
+    host -> here    Numbers     with descriptors by which this process enters its cgroup; all is sealed then
     here -> host    SEALED      with the reading ends of stdout and stderr and the work folder; or FAILED and the reason
     host -> here    HEAD, name, environment, code
     here -> host    the end of the stream; or FAILED, if there was no memory for that
@@ -21,6 +21,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # as in fumehood.guest.agent
 import _socket as socket
 import array
+import ctypes
 import gc
 import linecache
 import os
@@ -28,7 +29,7 @@ import struct
 
 from fumehood.guest import agent
 from fumehood.linux.steps import Steps
-from fumehood.tiers.jail.controls import Box
+from fumehood.tiers.jail.controls import GO, Box, Numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 #: Lengths of the name, the environment and the code.
 HEAD = struct.Struct("!HII")
 
-GO, SEALED, FAILED = b"G", b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
+SEALED, FAILED = b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
 ENTER = b"0"  # as in fumehood.linux.cgroup
 _ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
+_NUMBERS_BYTES = ctypes.sizeof(Numbers)
 _PIECE = 1 << 20
 #: After so many the interpreter has nothing left to adapt.
 _TIMES = 20
@@ -51,20 +53,22 @@ def become_single(box: Box, end: socket.socket) -> NoReturn:
     status = agent.EXIT_LOST
     try:
         box.begin.run()
-        if go_on(end, box.seal):
+        if box.rehearsed:
+            rehearse()
+        if go_on(end, box):
             status = serve(end, box)
     finally:
         os._exit(status)
 
 
-def go_on(end: socket.socket, seal: Steps) -> bool:
+def go_on(end: socket.socket, box: Box) -> bool:
     """Wait for the word, enter the cgroup and seal; False, with the reason told, if that failed or no word came."""
-    word, entries, _, _ = end.recvmsg(1, _ENTRIES_SPACE)
-    if word != GO:
+    size, entries, _, _ = end.recvmsg_into([box.numbers], _ENTRIES_SPACE, socket.MSG_WAITALL)
+    if size != _NUMBERS_BYTES or box.numbers.word != GO:
         return False
     try:
         enter(entries)
-        seal.run()
+        box.seal.run()
     except Exception as error:
         end.send(FAILED + f"{type(error).__name__}: {error}".encode())
         return False
@@ -93,7 +97,7 @@ def answer(end: socket.socket, *fds: int) -> None:
 def serve(end: socket.socket, box: Box) -> int:
     """Make the pipes, hand over their ends, take the program and run it to its end; the exit status."""
     agent.make_dumpable()
-    if box.touch:
+    if box.numbers.touch:
         rehearse()
     stdin, none = os.pipe()
     out, stdout = os.pipe()

@@ -29,6 +29,7 @@ from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, Sandbox, require
 from fumehood.tiers.jail import client, posture
 from fumehood.tiers.jail.client import AGENT, Guest, Request, Spawned, Zygote, ZygoteLostError
+from fumehood.tiers.jail.controls import DATA, REHEARSED, SINGLE, TERMINALS, numbers
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import program_env
 from fumehood.tiers.jail.single import SingleChannel, SingleSandbox
@@ -102,6 +103,7 @@ class JailTier:
         self._making = 0
         self._live = 0  # sandboxes that exist, those made ahead included
         self._tasks: set[asyncio.Task[None]] = set()
+        self._halves: dict[Zygote, tuple[int, Request]] = {}  # sandboxes that wait for their limits, with their flags
         self._graves: list[Cgroup] = []  # empty, to be removed
         self._closed = False
 
@@ -201,35 +203,31 @@ class JailTier:
         hard = tree.hard if tree is not None else ()
         # Of ours there is one process beside the program's: the agent; or a PID 1 that is of the zygote's own uid.
         beside = 0 if single else 1
-        rlimits, shape = _shape(
-            limits, hard, policy.terminals, warm, single, pids=limits.pids + (beside if zygote.has_ids else 1)
-        )
+        rlimits = _rlimits(limits, hard, pids=limits.pids + (beside if zygote.has_ids else 1))
         refuse_higher(rlimits, tier=self.name)
-        ours, theirs = socket.socketpair()
-        request: Request | None = None
+        bound = "disk" not in self._disabled
+        word = numbers(disk_bytes=limits.disk_bytes * bound, files=limits.files * bound, rlimits=rlimits, touch=warm)
+        flags = SINGLE * single | TERMINALS * policy.terminals | DATA * ("DATA" in rlimits)
+        request = self._take_half(zygote, flags) or zygote.request(flags)
+        ours = request.end
         group = None
         try:
-            with theirs:
-                request = zygote.request(theirs, shape, processes=1 + single)
             group = self._group(tree, limits, limits.pids + beside)  # while the zygote clones
             # An agent's ids are not mapped yet; a single program's were before it was born.
-            hurried = single and "cpu" in hard and group is not None and self._let_enter(ours, group)
+            hurried = single and "cpu" in hard and group is not None and self._let_enter(ours, group, word)
+            spawned = await request.answer()
         except BaseException:
-            ours.close()
-            if request is not None:
-                request.give_up()
+            request.give_up()
             if group is not None:
                 group.remove()
             raise
-        enclosure = None
+        enclosure = self._enclose(zygote, spawned, flags, group)
+        self._live += 1
         pipes: list[int] = []
         try:
-            spawned = await request.answer()
-            enclosure = self._enclose(zygote, spawned, group)
-            self._live += 1
             guest = spawned.program or spawned.pid
             if not hurried:
-                await self._prepare(ours, guest, limits, hard, group)
+                await self._prepare(ours, guest, limits, hard, group, word)
             pipes = await sealed(ours, tier=self.name)
             if len(pipes) == 2 * single + 1:
                 enclosure.work_fd = pipes.pop()
@@ -242,50 +240,52 @@ class JailTier:
             ours.close()
             for fd in pipes:
                 os.close(fd)
-            if enclosure is None:
-                if group is not None:
-                    group.remove()
-            else:
-                if spawned.program_fd >= 0:
-                    os.close(spawned.program_fd)
-                await asyncio.shield(enclosure.discard())
+            if spawned.program_fd >= 0:
+                os.close(spawned.program_fd)
+            await asyncio.shield(enclosure.discard())
             raise
 
     async def _prepare(
-        self, end: socket.socket, pid: int, limits: Limits, hard: tuple[str, ...], group: Cgroup | None
+        self,
+        end: socket.socket,
+        pid: int,
+        limits: Limits,
+        hard: tuple[str, ...],
+        group: Cgroup | None,
+        word: bytes,
     ) -> None:
         """Put a process that waits where it does not go by itself, and let it go on."""
         if "cpu" not in hard:
             _bind_to_cpus(pid, limits)
-        if group is not None and self._let_enter(end, group):
+        if group is not None and self._let_enter(end, group, word):
             return
         if group is not None:  # a thread, since it may wait for a grace period of the kernel's, and others wait for us
             await in_thread(group.add, pid)
-        let_go(end, tier=self.name)
+        let_go(end, tier=self.name, word=word)
 
-    def _let_enter(self, end: socket.socket, group: Cgroup) -> bool:
+    def _let_enter(self, end: socket.socket, group: Cgroup, word: bytes) -> bool:
         """Let a process go on that moves itself into its group; False if it cannot do that here."""
         entries = group.entries()
         try:
             if entries:
-                let_go(end, tier=self.name, entries=entries)
+                let_go(end, tier=self.name, entries=entries, word=word)
         finally:
             for fd in entries:
                 os.close(fd)
         return bool(entries)
 
-    def _enclose(self, zygote: Zygote, spawned: Spawned, group: Cgroup | None) -> PidfdEnclosure:
+    def _enclose(self, zygote: Zygote, spawned: Spawned, flags: int, group: Cgroup | None) -> PidfdEnclosure:
         return PidfdEnclosure(
             spawned.pid,
             spawned.pidfd,
             group,
             program=spawned.program,
             cpu_after_death=lambda: zygote.exited(spawned.ident),
-            forget=lambda: self._after(zygote, spawned),
+            forget=lambda: self._after(zygote, spawned, flags),
             bury=self._bury,
         )
 
-    def _after(self, zygote: Zygote, spawned: Spawned) -> None:
+    def _after(self, zygote: Zygote, spawned: Spawned, flags: int) -> None:
         """A sandbox is over: forget it, and make the one that was wished for."""
         zygote.forget(spawned.ident)
         self._live -= 1
@@ -293,6 +293,30 @@ class JailTier:
         while wish is not None and len(self._ahead) + self._making < AHEAD and not self._closed:
             self._making += 1
             self._spawn_task(self._make_ahead(*wish, idle=self._live <= len(self._ahead) + 1))
+        if flags & SINGLE:
+            asyncio.get_running_loop().call_soon(self._make_half, zygote, flags)
+
+    def _make_half(self, zygote: Zygote, flags: int) -> None:
+        """Ask for the processes of the next sandbox, whatever its limits will be: they come with the word to go on."""
+        if zygote not in self._halves and not zygote.lost and not self._closed:
+            rehearsed = 0 if self._live > len(self._ahead) + self._making else REHEARSED  # at a cost of spare time only
+            self._halves[zygote] = flags, zygote.request(flags | rehearsed)
+
+    def _take_half(self, zygote: Zygote, flags: int) -> Request | None:
+        """A sandbox that is there, or on its way, and waits for its limits; None if there is none of this kind."""
+        kept, half = self._halves.get(zygote, (0, None))
+        if half is None or kept != flags:
+            return None
+        del self._halves[zygote]
+        if half.alive:
+            return half
+        half.give_up()
+        return None
+
+    def _drop_half(self, zygote: Zygote) -> None:
+        _, half = self._halves.pop(zygote, (0, None))
+        if half is not None:
+            half.give_up()
 
     def _bury(self, group: Cgroup) -> None:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
@@ -414,6 +438,7 @@ class JailTier:
             started.attach(asyncio.get_running_loop())
             self._zygotes[key] = started
             if lost is not None:
+                self._drop_half(lost)
                 await in_thread(lost.close)
             return started
         finally:
@@ -438,6 +463,8 @@ class JailTier:
                 await self._ahead.popleft().discard()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
+        for zygote in tuple(self._halves):
+            self._drop_half(zygote)
         zygotes, self._zygotes = list(self._zygotes.values()), {}
         for zygote in zygotes:
             await in_thread(zygote.close)
@@ -487,23 +514,6 @@ def _bind_to_cpus(pid: int, limits: Limits) -> None:
 
 def _key(policy: Policy) -> Key:
     return packages_of(policy), policy.preload, tuple((m.source, m.target) for m in policy.mounts)
-
-
-@lru_cache(maxsize=16)
-def _shape(
-    limits: Limits, hard: tuple[str, ...], terminals: bool, touch: bool, single: bool, *, pids: int
-) -> tuple[dict[str, int], bytes]:
-    """The limits of each process, and the whole as the zygote takes it."""
-    rlimits = _rlimits(limits, hard, pids=pids)
-    shape = client.shape(
-        disk_bytes=limits.disk_bytes,
-        files=limits.files,
-        rlimits=rlimits,
-        terminals=terminals,
-        touch=touch,
-        single=single,
-    )
-    return rlimits, shape
 
 
 def _rlimits(limits: Limits, hard: tuple[str, ...], *, pids: int) -> dict[str, int]:

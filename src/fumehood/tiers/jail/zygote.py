@@ -3,15 +3,15 @@
 It imports what sandboxes start with, loads the long seccomp filter, proves on a throwaway child that this host lets a
 sandbox seal itself, and then serves its control socket. Messages are datagrams with descriptors beside them:
 
-    supervisor -> zygote   REQUEST (id, uid), {"disk_bytes", "files", "rlimits", "terminals", "touch", "single"}
-                           + the guest's end of the channel
+    supervisor -> zygote   REQUEST (id, uid, flags) + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
                            {"id", "spawned": true} + pidfds, or {"id", "error"}
                            {"id", "exited": status or null, "cpu_s": seconds}      of what is dead and reaped
 
 A sandbox is one child, which becomes the agent and PID 1; or, for a single program, two: a PID 1 that does nothing, and
 beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's; it is
-the other's end that is told, and PID 1 is killed then.
+the other's end that is told, and PID 1 is killed then. They exist before anybody knows their limits: those come over
+the channel, with the word to seal (:class:`fumehood.tiers.jail.controls.Numbers`).
 
 It runs nobody's code itself, in namespaces from which it is invisible; a PID 1 that does nothing shares its memory and
 is shut to programs: it is not dumpable, and belongs to another user namespace.
@@ -47,17 +47,17 @@ from fumehood.linux.mounts import MNT_DETACH, MS_NODEV, MS_NOEXEC, MS_NOSUID, tm
 from fumehood.linux.namespaces import CLONE_NEWNET, CLONE_NEWPID, WAIT_ALL, IdleInit, write_id_maps
 from fumehood.linux.seccomp import load as load_filter
 from fumehood.linux.steps import at_once
-from fumehood.tiers.jail.controls import CHANNEL_FD, CLONED, UID, WORK, Box
-from fumehood.tiers.jail.program import GO, SEALED, answer, become_single, go_on, practise
+from fumehood.tiers.jail.controls import CHANNEL_FD, CLONED, REHEARSED, RLIMITS, SINGLE, UID, WORK, Box, numbers
+from fumehood.tiers.jail.program import SEALED, answer, become_single, go_on, practise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 CONTROL_FD = 3
-REQUEST = struct.Struct("!QI")
+REQUEST = struct.Struct("!QIB")  # ident, uid, flags of controls
 _MESSAGE_MAX = 1 << 18
-_BOXES_MAX = 16
+_SELF_TEST_RLIMITS = dict.fromkeys(RLIMITS, 0) | {"NOFILE": 64, "CPU": 10}
 _PRELOAD_BYTES = 64 << 20
 _NETWORKS_MAX = 64  # empty network namespaces kept for the next sandboxes
 #: What must not be switched off where a PID 1 does nothing: it makes the namespaces, and shares the zygote's memory.
@@ -124,7 +124,7 @@ class Zygote:
         self.poll = select.poll()
         self.children: dict[int, tuple[int, Sandbox]] = {}  # pidfd -> pid, sandbox
         self.inits = IdleInit()
-        self.boxes: dict[bytes, Box] = {}
+        self.boxes: dict[int, Box] = {}  # by the flags of requests
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
@@ -139,13 +139,14 @@ class Zygote:
 
     def take_request(self) -> bool:
         """Serve one request; False at the end of file."""
-        message, ancillary, _, _ = self.control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4))
+        message, ancillary, _, _ = self.control.recvmsg(REQUEST.size, socket.CMSG_SPACE(4))
         if not message:
             return False
         channel = array.array("i", ancillary[0][2])[0]
-        ident, uid = REQUEST.unpack_from(message)
+        ident, uid, flags = REQUEST.unpack(message)
         try:
-            box = self.box(message[REQUEST.size :])
+            box = self.box(flags & ~REHEARSED)
+            box.rehearsed = bool(flags & REHEARSED)
             box.host_uid = uid
             spawn = self.spawn_single if box.single else self.spawn
             sandbox = Sandbox(ident, self.networks.enter())
@@ -162,13 +163,11 @@ class Zygote:
             os.close(channel)
         return True
 
-    def box(self, shape: bytes) -> Box:
-        """What a sandbox of this shape is held to; most are of the shape of the one before."""
-        box = self.boxes.get(shape)
+    def box(self, flags: int) -> Box:
+        """What sandboxes of this kind are held to."""
+        box = self.boxes.get(flags)
         if box is None:
-            if len(self.boxes) >= _BOXES_MAX:
-                self.boxes.clear()
-            box = self.boxes[shape] = Box(json.loads(shape), self.config)
+            box = self.boxes[flags] = Box(flags, self.config)
         return box
 
     def spawn(self, box: Box, channel: int, sandbox: Sandbox) -> list[int]:
@@ -252,10 +251,10 @@ def become_sandbox(box: Box, end: socket.socket) -> None:
     """In the child: wait for the word, seal, answer, serve. Never returns."""
     try:
         box.begin.run()
-        if go_on(end, box.seal):
+        if go_on(end, box):
             answer(end, box.work_fd.value)
             end.detach()
-            if box.touch:
+            if box.numbers.touch:
                 agent.serve(CHANNEL_FD, CHANNEL_FD, WORK, touch=True)
             box.serve(CHANNEL_FD, CHANNEL_FD, WORK)
     finally:
@@ -304,7 +303,7 @@ def prepare(config: dict[str, Any], filters: types.ModuleType, forks: Forks) -> 
 def self_test(zygote: Zygote, *, single: bool) -> str:
     """Seal one throwaway child as a sandbox would be; the error it met, or nothing."""
     ours, theirs = socket.socketpair()
-    box = Box(zygote.config["self_test"] | {"single": single}, zygote.config)
+    box = zygote.box(SINGLE if single else 0)
     box.host_uid = zygote.config["self_test_uid"]
     sandbox = Sandbox(None, zygote.networks.enter())
     try:
@@ -313,7 +312,7 @@ def self_test(zygote: Zygote, *, single: bool) -> str:
         return f"clone into new namespaces: {error}"
     theirs.close()
     try:
-        ours.send(GO)
+        ours.send(numbers(disk_bytes=1 << 20, files=64, rlimits=_SELF_TEST_RLIMITS, touch=False))
         said = ours.recv(_MESSAGE_MAX)
         if said[:1] != SEALED:
             return said[1:].decode() or "the child died while it sealed itself"
