@@ -11,6 +11,7 @@ import secrets
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from fumehood.tiers.container.stream import Pump
 from fumehood.wire import Channel
 
 _READY_TIMEOUT_S = 60.0
+_PROBE_KEPT_S = 10.0  # an engine that is not there is asked each time: it may be mended any moment
 #: Host ids for containers of a rootful engine, below the jail's block: no account has them, so that what the kernel
 #: counts per user is the sandbox's own. A rootless engine maps 65536 ids at most.
 _UID_FIRST, _UID_COUNT = 0x6FFE0000, 0xFFFF
@@ -111,6 +113,7 @@ class ContainerTier:
             return sandbox
         except EngineGoneError as error:
             await self._forget()
+            _probes.forget(self.name)
             raise UnavailableError(str(error), tier=self.name, remedy="start the engine, then try again") from None
         except EngineError as error:
             raise self._refused(error) from None
@@ -278,13 +281,13 @@ class ContainerTier:
         service, self._service, self._host = self._service, None, None
         if service is not None:
             await in_thread(service.close)
-        _probes.forget(self.name)
 
     def _refused(self, error: EngineError) -> FumehoodError:
         """The engine's refusal as ours: a missing image and a missing runtime have their own remedies."""
         text = error.message[:_REFUSAL_SHOWN]
         if error.status == 404 and "image" in text.lower():
             self._host = None
+            _probes.forget(self.name)
             return _no_image(self.name, self.image)
         if _NO_RUNTIME.search(text):
             remedy = f"install it and name it in the engine's configuration, or choose another than {self.runtime!r}"
@@ -388,8 +391,11 @@ async def learn(engine: Engine, image: str | None, runtime: str | None) -> Host:
     """Ask the engine. Raises EngineError, EngineGoneError, UnavailableError (no image, no such runtime)."""
     info = await engine.call("GET", "/info")
     if engine.word == "podman":
-        info["libpod"] = (await engine.call("GET", "/v4.0.0/libpod/info")).get("host") or {}
-    version = await engine.call("GET", "/version")
+        own = await engine.call("GET", "/v4.0.0/libpod/info")
+        info["libpod"] = own.get("host") or {}
+        version = _podman_version(own)
+    else:
+        version = await engine.call("GET", "/version")
     known = info.get("Runtimes") or {}
     if engine.word == "docker" and runtime is not None and runtime not in known:
         raise UnavailableError(
@@ -401,6 +407,19 @@ async def learn(engine: Engine, image: str | None, runtime: str | None) -> Host:
     if found is None:
         raise _no_image(engine.word, image)
     return Host(engine.word, info, version, str(found["reference"]))
+
+
+def _podman_version(info: dict[str, Any]) -> dict[str, Any]:
+    """What Podman's /version says, from its info: /version asks the host's package manager twice over, for 0.3 s."""
+    host = info.get("host") or {}
+    version = (info.get("version") or {}).get("Version", "?")
+    conmon, runtime = host.get("conmon") or {}, host.get("ociRuntime") or {}
+    parts = {
+        "Podman Engine": version,
+        "Conmon": conmon.get("version", ""),
+        f"OCI Runtime ({runtime.get('name', '')})": runtime.get("version", ""),
+    }
+    return {"Version": version, "Components": [{"Name": name, "Version": text} for name, text in parts.items()]}
 
 
 def _no_image(word: Word, image: str | None) -> UnavailableError:
@@ -442,17 +461,16 @@ class _Probes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[object, ...], Probe] = {}
+        self._known: dict[tuple[object, ...], tuple[Probe, float]] = {}
 
     def ask(self, word: Word, image: str | None, runtime: str | None) -> Probe:
         key = (word, image, runtime, os.environ.get("DOCKER_HOST"), os.environ.get("CONTAINER_HOST"), os.geteuid())
         with self._lock:
-            if key not in self._known:
+            probe, until = self._known.get(key, (None, 0.0))
+            if probe is None or time.monotonic() > until:
                 probe = _look(word, image, runtime)
-                if not probe.available:  # it may be mended any moment
-                    return probe
-                self._known[key] = probe
-            return self._known[key]
+                self._known[key] = probe, time.monotonic() + (_PROBE_KEPT_S if probe.available else 0.0)
+            return probe
 
     def forget(self, word: Word) -> None:
         with self._lock:
