@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -226,8 +226,8 @@ def status(pid: int) -> Status:
     )
 
 
-def namespaces(pid: int) -> dict[str, int]:
-    """The inode of every namespace of ``pid``, by kind (``user``, ``pid``, ``pid_for_children``, …).
+def namespaces(pid: int, kinds: Iterable[str] = ()) -> dict[str, int]:
+    """The inode of every namespace of ``pid``, or of those ``kinds``, by kind (``user``, ``pid_for_children``, …).
 
     Raises ProcessLookupError, and PermissionError without ptrace access to it (ptrace(2)).
     """
@@ -236,7 +236,7 @@ def namespaces(pid: int) -> dict[str, int]:
     folder = f"/proc/{pid}/ns"
     out = {}
     try:
-        for name in os.listdir(folder):
+        for name in kinds or os.listdir(folder):
             try:
                 out[name] = os.stat(f"{folder}/{name}").st_ino
             except FileNotFoundError:
@@ -282,9 +282,16 @@ def mounts(pid: int) -> list[MountInfo]:
 
     Raises ProcessLookupError, PermissionError.
     """
+    return list(_parse_alike(mountinfo(pid)))
+
+
+def mountinfo(pid: int) -> bytes:
+    """The text of /proc/PID/mountinfo without mount ids, device numbers and owners: alike for sandboxes that are.
+
+    Raises as :func:`mounts`.
+    """
     try:
-        # Mount ids, device numbers and owners differ between sandboxes that are alike otherwise.
-        return list(_parse_alike(_OWNERS.sub(b"", _IDS.sub(b"0 0 0:0 ", _read_all(f"/proc/{pid}/mountinfo")))))
+        return _OWNERS.sub(b"", _IDS.sub(b"0 0 0:0 ", _read_all(f"/proc/{pid}/mountinfo")))
     except OSError as error:
         if error.errno == errno.EINVAL:  # the process has exited and has no mount namespace any more
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), error.filename) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from typing import NamedTuple
 
 from fumehood.errors import StartError
 from fumehood.linux import process
@@ -34,8 +35,9 @@ def _own_namespaces() -> dict[str, int]:
     return process.namespaces(os.getpid())
 
 
-#: Most of a receipt says what the receipt before said.
-_control = lru_cache(maxsize=256)(Control)
+@lru_cache(maxsize=256)  # most of a receipt says what the one before said
+def _hard(name: str, mechanism: str, value: str) -> Control:
+    return Control(name, Held.HARD, mechanism, value)
 
 
 class Reading:
@@ -53,11 +55,15 @@ class Reading:
     def take(self, name: str, good: bool, value: object, held: Held = Held.HARD, mechanism: str = "") -> None:
         """One control as read back."""
         if name in self._disabled:
-            self.controls.append(_control(name, Held.OFF, "switched off by a test", str(value)))
+            self.controls.append(Control(name, Held.OFF, "switched off by a test", str(value)))
             return
         if not good:
             self.wrong.append(f"{name} is {value}")
-        self.controls.append(_control(name, held, mechanism or MECHANISMS[name], str(value)))
+        mechanism = mechanism or MECHANISMS[name]
+        if held is Held.HARD:
+            self.controls.append(_hard(name, mechanism, str(value)))
+        else:
+            self.controls.append(Control(name, held, mechanism, str(value)))
 
 
 def read_back(
@@ -103,7 +109,7 @@ def _host() -> str:
 
 
 def _namespaces(reading: Reading, pid: int) -> None:
-    own, theirs = _own_namespaces(), process.namespaces(pid)
+    own, theirs = _own_namespaces(), process.namespaces(pid, _NAMESPACE_OF.values())
     for name, kind in _NAMESPACE_OF.items():
         mechanism = "clone3(2)" if name in CLONED else ""
         reading.take(name, theirs[kind] != own[kind], theirs[kind], mechanism=mechanism)
@@ -132,21 +138,40 @@ def _user(status: process.Status, host_uid: int) -> bool:
     return os.geteuid() != 0 and status["Uid"] == (host_uid,) * 4 and status["Gid"] == (os.getegid(),) * 4
 
 
-def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
+class _Mounts(NamedTuple):
+    """What is to be known of the mounts of a sandbox."""
+
+    writable: tuple[str, ...]
+    unsafe: tuple[str, ...]
+    size: str
+    inodes: str
+    proc: str
+    terminals: str
+
+
+@lru_cache(maxsize=16)  # by the text: sandboxes under one policy have one
+def _look(mountinfo: bytes, with_terminals: bool) -> _Mounts:
     writable, unsafe, size, inodes, proc, terminals = [], [], "", "", "", "none"
-    for mount in process.mounts(pid):
+    for mount in process.parse_mountinfo(mountinfo):
         if mount.mount_point in WRITABLE:
             size = next((o for o in mount.super_options if o.startswith("size=")), "")
             inodes = next((o for o in mount.super_options if o.startswith("nr_inodes=")), "")
         elif mount.fs_type == "proc":
             proc = ",".join(o for o in mount.super_options if o.startswith(("subset", "hidepid")))
-        elif mount.fs_type == "devpts" and policy.terminals:
+        elif mount.fs_type == "devpts" and with_terminals:
             terminals = next((o for o in mount.super_options if o.startswith("max=")), "unbounded")
         elif "ro" not in mount.options:
             writable.append(mount.mount_point)
         if "nosuid" not in mount.options:
             unsafe.append(mount.mount_point)
-    reading.take("read_only", not writable and not unsafe, f"writable: {writable}" if writable else "all but scratch")
+    return _Mounts(tuple(writable), tuple(unsafe), size, inodes, proc, terminals)
+
+
+def _mounts(reading: Reading, pid: int, policy: Policy) -> None:
+    writable, unsafe, size, inodes, proc, terminals = _look(process.mountinfo(pid), policy.terminals)
+    reading.take(
+        "read_only", not writable and not unsafe, f"writable: {list(writable)}" if writable else "all but scratch"
+    )
     reading.take("disk", size == f"size={-(-policy.limits.disk_bytes // _PAGE) * _PAGE // 1024}k", size or "unbounded")
     if not reading.off("disk"):
         good = inodes == f"nr_inodes={policy.limits.files + 4}"  # the three folders and the root of the tmpfs
