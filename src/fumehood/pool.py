@@ -370,7 +370,8 @@ class Pool:
 
     def _leave(self, lease: _Lease) -> None:
         self._over.append(lease)
-        self._work.set()
+        if self._stirring is None:  # or else it is told in a moment, and would wait for that anyway
+            self._work.set()
 
     # --- the keeper
 

@@ -333,9 +333,12 @@ class GuestSandbox(GuestFiles):
         if background:  # what it used is part of what the sandbox used, and counted there
             return self._outcome(run, handed_over, seconds, None, None)
         cpu_s, peak = run.used or self._enclosure.usage()
-        return self._outcome(run, handed_over, seconds, cpu_s, peak)
+        result = self._outcome(run, handed_over, seconds, cpu_s, peak)
+        self._cpu_used = max(cpu_s or 0.0, self._cpu_used)
+        return result
 
     def _outcome(self, run: Run, handed_over: bool, seconds: float, cpu_s: float | None, peak: int | None) -> Result:
+        """The same when it is known what was used. Nothing is changed."""
         enough = CPU_SPENT_SHARE * self._policy.limits.cpu_s
         spent = run.status == -signal.SIGXCPU if cpu_s is None else cpu_s >= enough
         died = run.status is None or run.status < 0
@@ -356,7 +359,6 @@ class GuestSandbox(GuestFiles):
             raise OutcomeUnknownError(message, tier=self._receipt.tier)
         outcome, exit_code = verdict
         used = None if cpu_s is None else max(cpu_s - self._cpu_used, 0.0)
-        self._cpu_used = max(cpu_s or 0.0, self._cpu_used)
         output = run.output
         return Result(
             outcome=outcome,

@@ -7,6 +7,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from fumehood.guest.agent import EXIT_INTERRUPTED
 from fumehood.tiers.worker_guest import Header, Stream
@@ -65,6 +68,24 @@ class Telling(worker_guest.WorkerGuest):
         return {"status": 0, "lost": False}
 
 worker_guest.serve(Telling, int(sys.argv[1]), int(sys.argv[1]), ".")
+"""
+
+#: A program counts itself in a file, and has one of ours.
+_REHEARSED = """
+import sys
+from fumehood.tiers import worker_guest
+
+class Rehearsed(worker_guest.WorkerGuest):
+    rehearsal = b"ours"
+    def prepare(self, configuration):
+        self.told = configuration["told"]
+    def program(self, source, header, env, stdin, output):
+        with open(self.told, "ab") as file:
+            file.write(source + b"\\n")
+        output.text("stdout", "x" * 50)
+        return {"status": 0, "lost": False}
+
+worker_guest.serve(Rehearsed, int(sys.argv[1]), int(sys.argv[1]), ".")
 """
 
 
@@ -167,3 +188,16 @@ def test_a_program_that_waits_for_its_input_has_it_at_once(tmp_path: object) -> 
                 header, more = stream.receive()
                 body += more
             assert body.endswith(b"!")
+
+
+@pytest.mark.parametrize(("asked", "times"), [({}, 1), ({"rehearsals": 20}, 20)])
+def test_a_worker_has_rehearsed_as_often_as_it_was_told_before_it_is_ready(
+    tmp_path: Path, asked: Header, times: int
+) -> None:
+    told = tmp_path / "told"
+    with worker(_REHEARSED, {"told": str(told), **asked}, tmp_path) as host:
+        assert told.read_bytes() == b"ours\n" * times
+        host.send(request(1), b"theirs")
+        header, body = host.receive()  # nothing of a rehearsal comes before it
+        assert (header["op"], header["id"], header["status"], body) == ("done", 1, 0, b"x" * 50)
+        assert told.read_bytes() == b"ours\n" * times + b"theirs\n"

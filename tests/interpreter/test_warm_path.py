@@ -1,0 +1,90 @@
+"""What the supervisor goes through in a warm run, in numbers that no noise changes.
+
+After a pause each function of ours costs a microsecond or two before the processor has it in its caches, so their
+number is most of what a warm run takes beside the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.needs import need_tier
+
+from fumehood.model import Result
+from fumehood.runner import AsyncRunner
+from fumehood.tiers import worker
+from fumehood.tiers.interpreter.tier import InterpreterTier
+
+#: Python functions and turns of coroutines in all, asyncio's included: as measured, and a few more.
+CALLS_BEFORE_IT_IS_SENT = 48
+CALLS_AFTER_ITS_ANSWER = 60
+
+
+@pytest.fixture(autouse=True)
+def _needed() -> None:
+    need_tier("interpreter")
+
+
+async def traced(runner: AsyncRunner, program: str, pause_s: float = 0.01) -> tuple[Result, list[str]]:
+    """The result of a warm run after a pause, and the functions that were called from its begin to its end."""
+    await runner.fill()
+    await asyncio.sleep(pause_s)
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        return await runner.run(program), calls
+    finally:
+        sys.setprofile(None)
+
+
+def test_little_is_gone_through_before_the_program_is_sent_and_after_its_answer_has_come() -> None:
+    async def main() -> tuple[Result, list[str]]:
+        async with AsyncRunner(tier=InterpreterTier(), warm=1) as runner:
+            await traced(runner, "print(1)")
+            return await traced(runner, "print(2)")
+
+    result, calls = asyncio.run(main())
+    assert result.stdout == "2\n"
+    assert calls.count("Channel.post_text") == calls.count("Channel._on_readable") == 1
+    sent, answered = calls.index("Channel.post_text"), calls.index("Channel._on_readable")
+    assert sent <= CALLS_BEFORE_IT_IS_SENT, calls[:sent]
+    assert len(calls) - answered <= CALLS_AFTER_ITS_ANSWER, calls[answered:]
+    assert "BaseEventLoop._run_once" not in calls[answered:]
+    # What can wait until the program is on its way does.
+    assert not {"GuestSandbox._start_clock", "BaseEventLoop.call_later"} & {*calls[:sent], *calls[answered:]}
+
+
+def test_the_rehearsal_of_an_end_leaves_no_trace() -> None:
+    passed: list[tuple[str, bytes]] = []
+
+    async def main() -> tuple[Result, list[str]]:
+        async with AsyncRunner(tier=InterpreterTier(), warm=1) as runner:
+            await runner.fill()
+            await runner.run("sum(range(100000))", sink=lambda stream, data: passed.append((stream, data)))
+            return await traced(runner, "sum(range(100000))")
+
+    result, calls = asyncio.run(main())
+    assert "WorkerSandbox._rehearse_end" in calls and calls.count("WorkerSandbox._take_end") == 2
+    assert (result.stdout, result.stderr, passed) == ("", "", [])
+    assert result.ok and result.usage.stdout_bytes == 0
+    assert result.usage.cpu_s is None or result.usage.cpu_s > 0
+
+
+def test_nothing_is_rehearsed_while_runs_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_WARM_S", 600.0)  # for a machine of any speed
+
+    async def main() -> list[str]:
+        async with AsyncRunner(tier=InterpreterTier(), warm=1) as runner:
+            await traced(runner, "1", pause_s=0)
+            return (await traced(runner, "1", pause_s=0))[1]
+
+    assert asyncio.run(main()).count("WorkerSandbox._take_end") == 1
