@@ -52,8 +52,10 @@ def platforms() -> tuple[str, ...]:
 LOG = "log.%COMMAND%"
 #: What the process writes there that the others are children of, once all is over: a status as of wait(2).
 _ENDED = re.compile(rb"Exiting with status: (\d{1,5})\n\Z")
-#: What it writes before that where the Sentry has died instead, whose status it then takes (pkg/sandbox/sandbox.go).
-_LOST = b"Wait RPC to container"
+#: What it writes before that where the Sentry was gone when it was asked: it takes the Sentry's own status instead
+#: (Sandbox.Wait in runsc/sandbox/sandbox.go), which on a busy host may have ended by then.
+_LATE = b"Will try waiting on the sandbox process"
+_GO_PANIC = 2  # what a process of Go's exits with that has panicked
 _LOG_MAX = 1 << 18  # it has some fifty lines, and a guest adds none
 
 
@@ -67,7 +69,7 @@ def make_log(folder: str) -> None:
 
 
 def ended(folder: str) -> int | None:
-    """The container's end as runsc heard it from the Sentry, when ``runsc run`` is dead; None if it did not.
+    """The container's end as runsc heard it from the Sentry, when ``runsc run`` is dead; None if that is not known.
 
     Its own exit status would not tell a program that was killed from one that exits with more than 128, nor either
     from a runsc that failed.
@@ -78,7 +80,14 @@ def ended(folder: str) -> int | None:
     except OSError:
         return None
     found = _ENDED.search(text)
-    return int(found[1]) if found is not None and _LOST not in text else None
+    if found is None:
+        return None
+    status = int(found[1])
+    if _LATE not in text:
+        return status
+    # A Sentry that ended by itself exits as its container did, or with 128 and the number of a signal.
+    code = os.waitstatus_to_exitcode(status)
+    return status if 0 <= code < 128 and code != _GO_PANIC else None
 
 
 def command(runsc: Runsc, platform: str, *, state: str, bundle: str, ident: str, log: str | None = None) -> list[str]:

@@ -10,6 +10,7 @@ import marshal
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,13 @@ _END_TIMEOUT_S = 2.0
 
 
 class Launcher:
-    """Started when it is first asked, and again if it was lost. Not for several threads at once."""
+    """Started when it is first asked, and again if it was lost. It ends with this object, at the latest.
+
+    :meth:`start` is for several threads at once, the rest is not.
+    """
 
     def __init__(self) -> None:
+        self._starting = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -70,8 +75,9 @@ class Launcher:
 
     def start(self) -> None:
         """Start it, where it is not, without waiting until it serves. Raises OSError."""
-        if self._control is None:
-            self._control = self._start()
+        with self._starting:
+            if self._control is None:
+                self._control = self._start()
 
     def _send(self, data: bytes, fds: list[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -102,6 +108,9 @@ class Launcher:
                 ours.close()
                 raise
         return ours
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the launcher, which ends none of what it started. Idempotent."""

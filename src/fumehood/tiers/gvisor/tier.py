@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import os
 import re
@@ -75,7 +74,7 @@ class GvisorTier:
         self.image = image or store.DEFAULT_NAME
         self._hierarchy: Hierarchy | None = None
         self._live: set[GvisorEnclosure] = set()
-        self._launcher: Launcher | None = None
+        self._launcher = Launcher()
         self._ahead: Begun | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,9 +88,12 @@ class GvisorTier:
     def probe(self) -> Probe:
         """Runs a sandbox that does nothing, once for this process and image."""
         try:
-            return _Host.ask(self.image)
+            probe = _Host.ask(self.image)
+            if probe.available:  # the first run, which is likely to follow, need not wait for it
+                self._launcher.start()
         except Exception as error:
             return Probe(False, f"{type(error).__name__}: {error}", "see what `runsc --version` says")
+        return probe
 
     async def create(self, policy: Policy) -> GuestSandbox:
         """A new sandbox. Raises UnsupportedError, PolicyError, UnavailableError, StartError; nothing is left then."""
@@ -115,7 +117,6 @@ class GvisorTier:
                 tier=self.name,
                 remedy=probe.remedy or _build(self.image),
             )
-        self._start_launcher()  # where it is the first, what follows is done meanwhile
         tree = await self._tree()
         binds, version = _binds(policy, image)
         single = single and _Host.tells_ends
@@ -147,7 +148,7 @@ class GvisorTier:
 
     async def _begin(self, shape: Shape, tree: Hierarchy | None, *, ahead: bool = False) -> Begun:
         program, platform = _Host.runsc(), _Host.platform
-        begun = await begin(shape, program, platform, tree, self._forgotten, self._start_launcher(), ahead=ahead)
+        begun = await begin(shape, program, platform, tree, self._forgotten, self._launcher, ahead=ahead)
         self._live.add(begun.enclosure)
         return begun
 
@@ -161,16 +162,6 @@ class GvisorTier:
                 self._timer.cancel()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(shape)))
-
-    def _start_launcher(self) -> Launcher:
-        """The launcher, which serves or is about to. Raises StartError."""
-        if self._launcher is None:
-            self._launcher = _Host.take_launcher()
-        try:
-            self._launcher.start()
-        except OSError as error:
-            raise StartError(f"the launcher does not start: {error}", tier=self.name) from None
-        return self._launcher
 
     async def _make_ahead(self, shape: Shape) -> None:
         closings = self._closings
@@ -208,9 +199,7 @@ class GvisorTier:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await end_all(self._live)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._launcher is not None:
-            launcher, self._launcher = self._launcher, None
-            await in_thread(_Host.leave_launcher, launcher)
+        await in_thread(self._launcher.close)
         if self._hierarchy is not None:
             tree, self._hierarchy = self._hierarchy, None
             await in_thread(tree.close)
@@ -341,24 +330,6 @@ class _Host:
     tells_ends = True  # whether runsc's log has what runsc.ended() looks for
     _runsc: Runsc | None = None
     _probes: ClassVar[dict[tuple[str, str], Probe]] = {}
-    _launchers: ClassVar[list[Launcher]] = []  # at most one, which nobody uses: of the probe, or of a closed tier
-
-    @classmethod
-    def take_launcher(cls) -> Launcher:
-        """The one that is left, or a new one; to start one is a tenth of a run. The caller gives it back."""
-        try:
-            return cls._launchers.pop()
-        except IndexError:
-            return Launcher()
-
-    @classmethod
-    def leave_launcher(cls, launcher: Launcher) -> None:
-        """Keep one for :meth:`take_launcher`. It does nothing, and ends with this process at the latest."""
-        if cls._launchers:
-            launcher.close()
-        else:
-            cls._launchers.append(launcher)
-            atexit.register(launcher.close)
 
     @classmethod
     def runsc(cls) -> Runsc:
@@ -429,10 +400,8 @@ def _starts(image: Image, program: Runsc, platform: str) -> str:
                     _Host.tells_ends = False
                 finally:
                     await sandbox.close()
-        except BaseException:
+        finally:
             launcher.close()
-            raise
-        _Host.leave_launcher(launcher)
 
     def work() -> None:  # this thread may have a running loop
         try:
