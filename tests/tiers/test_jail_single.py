@@ -22,7 +22,7 @@ from fumehood.errors import ClosedError, StartError, UnsupportedError
 from fumehood.linux import process
 from fumehood.model import Code, Command, Limits, MiB, Outcome, Policy, Result
 from fumehood.runner import AsyncRunner, Runner
-from fumehood.tiers.jail import single
+from fumehood.tiers.jail import client, single
 from fumehood.tiers.jail.client import Zygote
 from fumehood.tiers.jail.tier import JailTier
 
@@ -109,8 +109,9 @@ def test_what_executed_another_program_and_ended_while_others_began_has_its_stat
     monkeypatch.setattr(process, "exit_status", lambda fd: asked.append(kept(fd)) or asked[-1])
     take = Zygote._take
 
-    def forgetful(self: Zygote, message: dict[str, Any], fds: list[int], cut: bool) -> None:
-        take(self, message | {"exited": None} if "exited" in message else message, fds, cut)
+    def forgetful(self: Zygote, data: bytes, fds: list[int], *, cut: bool) -> None:
+        kind, ident, _, cpu_s = client.ANSWER.unpack_from(data)
+        take(self, client.ANSWER.pack(kind, ident, -1, cpu_s) if kind == client.EXITED else data, fds, cut=cut)
 
     monkeypatch.setattr(Zygote, "_take", forgetful)
     with Runner(tier=JailTier()) as runner:
@@ -494,3 +495,24 @@ def test_what_an_orphan_uses_is_seen_without_cgroups(inside: str, outcome: Outco
     policy = Policy(limits=Limits(wall_s=20, cpu_s=0.5, memory_bytes=128 * MiB))
     result = run(ORPHAN.format(inside), policy=policy, cgroups=False)
     assert result.outcome is outcome and result.seconds < 10
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_output_that_nobody_wants_as_it_comes_is_left_in_the_pipes(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short program's is read when it has ended; a long one's is not left there until a pipe is full."""
+    need_tier("jail")
+    listened: list[int] = []
+    listen = single.SingleChannel._listen
+    monkeypatch.setattr(single.SingleChannel, "_listen", lambda self, fd: (listened.append(fd), listen(self, fd))[1])
+    monkeypatch.setattr(single, "_PATIENCE_S", 0.05 if seconds else 60.0)
+    program = f"import sys, time\nprint('out' * 9)\ntime.sleep({seconds})\nprint('err', file=sys.stderr)\n"
+    size = 300_000 if seconds else 60_000
+    with Runner(tier=JailTier()) as runner:
+        result = runner.run(program + f"print('x' * {size})")
+        assert (result.stdout, result.stderr) == ("out" * 9 + "\n" + "x" * size + "\n", "err\n")
+        assert len(listened) == (2 if seconds else 0)
+        came: list[str] = []
+        runner.run("print(1)", sink=lambda stream, data: came.append(stream))
+        assert came and len(listened) >= 2  # who wants it as it comes has it so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import json
+import math
 import os
 import signal
 import socket
@@ -117,33 +117,40 @@ def answers() -> dict[str, Callable[[socket.socket, int], None]]:
     """What a hostile zygote may answer to the request with this id."""
     null = os.open("/dev/null", os.O_RDONLY)
 
-    def spawned(ident: object) -> bytes:
-        return json.dumps({"id": ident, "spawned": True}).encode()
+    def said(kind: bytes, ident: int, status: int = 0, cpu_s: float = 0.0) -> bytes:
+        return client.ANSWER.pack(kind, ident, status, cpu_s)
+
+    def spawned(ident: int) -> bytes:
+        return said(client.SPAWNED, ident)
+
+    def exited(status: int, cpu_s: float) -> Callable[[socket.socket, int], None]:
+        return lambda c, i: send(c, said(client.EXITED, i, status, cpu_s))
 
     return {
         "nothing, and it hangs up": lambda c, i: c.shutdown(socket.SHUT_RDWR),
-        "garbage": lambda c, i: send(c, b"\xff\x00garbage"),
-        "an empty object": lambda c, i: send(c, b"{}"),
-        "not an object": lambda c, i: send(c, b"[1]"),
-        "a number": lambda c, i: send(c, b"7"),
-        "deep nesting": lambda c, i: send(c, b"[" * 100_000),
-        "an oversized message": lambda c, i: send(c, b" " * 150_000 + b"x" * 20),
+        "garbage": lambda c, i: send(c, b"\xff\x00garbage" * 9),
+        "a short message": lambda c, i: send(c, spawned(i)[:-1], null),
+        "an unknown kind": lambda c, i: send(c, said(b"?", i)),
+        "an unknown kind with a descriptor": lambda c, i: send(c, said(b"?", i), null),
+        "an oversized message": lambda c, i: send(c, spawned(i) + b"x" * 150_000),
         "another id": lambda c, i: send(c, spawned(i + 1000), null),
-        "an id that cannot be": lambda c, i: send(c, spawned([1]), null),
         "no pidfd": lambda c, i: send(c, spawned(i)),
         "a descriptor that is no pidfd": lambda c, i: send(c, spawned(i), null),
         "three descriptors": lambda c, i: send(c, spawned(i), null, null, null),
         "nine descriptors": lambda c, i: send(c, spawned(i), *[null] * 9),
         "a pidfd of a dead process": lambda c, i: dead(c, spawned(i)),
         "an exit of a sandbox that does not run": lambda c, i: (
-            send(c, b'{"id": 999, "exited": 0, "cpu_s": 0}'),
+            send(c, said(client.EXITED, 999)),
             c.shutdown(socket.SHUT_RDWR),
         )[0],
-        "CPU seconds that are no number": lambda c, i: send(
-            c, json.dumps({"id": i, "exited": 0, "cpu_s": "x" * 100}).encode()
-        ),
-        "an exit with a descriptor": lambda c, i: send(c, b'{"id": 1, "exited": 0, "cpu_s": 0}', null),
-        "an error of a megabyte": lambda c, i: send(c, json.dumps({"id": i, "error": "e" * 150_000}).encode()),
+        "CPU seconds that are no number": exited(0, math.nan),
+        "CPU seconds that have no end": exited(0, math.inf),
+        "CPU seconds before the beginning": exited(0, -1.0),
+        "a status that cannot be": exited(1 << 40, 0.0),
+        "an exit with a descriptor": lambda c, i: send(c, said(client.EXITED, 1), null),
+        "a refusal with a descriptor": lambda c, i: send(c, said(client.REFUSED, i) + b"no", null),
+        "a refusal that is no text": lambda c, i: send(c, said(client.REFUSED, i) + b"\xff\xfe\x00\x1b[31m"),
+        "a refusal of a megabyte": lambda c, i: send(c, said(client.REFUSED, i) + b"e" * 150_000),
     }
 
 

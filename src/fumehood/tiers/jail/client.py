@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import socket
@@ -31,7 +32,17 @@ from fumehood.tiers.jail.controls import HOSTNAME, SINGLE
 _PACKAGE = Path(fumehood.__file__).parent
 _LAUNCHER = _PACKAGE / "tiers" / "jail" / "launcher.py"
 _ZYGOTE = f"{runtime.CODE_HOME}/fumehood/tiers/jail/zygote.py"
-REQUEST = struct.Struct("!QIB")  # as in the zygote: number of the request, id of the sandbox, flags
+# As in the zygote.
+REQUEST = struct.Struct("!QIB")  # number of the request, id of the sandbox, flags
+ANSWER = struct.Struct("!cQqd")  # kind, number of the request, wait status or -1, CPU seconds
+SPAWNED, EXITED, REFUSED = b"s", b"x", b"r"  # the last with the reason behind
+
+# Plain numbers: operations on the enums of ``socket`` are calls of Python functions.
+_SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
+_MSG_TRUNC, _MSG_CTRUNC = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+_ANSWER_MAX = 4096
+_STATUS_MAX = 0xFFFF  # of wait(2)
+_PIDFDS_SPACE = socket.CMSG_SPACE(4 * 4)
 _MESSAGE_MAX = 1 << 18
 _PIDFDS_MAX = 2
 _START_TIMEOUT_S = 60.0  # imports of everything that is preloaded included
@@ -174,40 +185,44 @@ class Zygote:
     def _listen(self) -> None:
         fds: list[int] = []
         try:
-            data, ancillary, flags, _ = self._control.recvmsg(_MESSAGE_MAX, socket.CMSG_SPACE(4 * 4))
+            data, ancillary, flags, _ = self._control.recvmsg(_ANSWER_MAX, _PIDFDS_SPACE)
             for level, kind, raw in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                if level == _SOL_SOCKET and kind == _SCM_RIGHTS:
                     fds += array.array("i", raw[: len(raw) - len(raw) % 4])
             if not data:
                 raise ValueError("it exited")
-            cut = bool(flags & socket.MSG_CTRUNC)
-            if flags & socket.MSG_TRUNC or len(fds) > _PIDFDS_MAX:
+            if flags & _MSG_TRUNC or len(fds) > _PIDFDS_MAX:
                 raise ValueError("it sent an oversized message")
-            self._take(json.loads(data), fds, cut)
+            self._take(data, fds, cut=flags & _MSG_CTRUNC != 0)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, struct.error) as error:
             for fd in fds:
                 os.close(fd)
             self._lose(f"the zygote is lost: {error}")
 
-    def _take(self, message: dict[str, Any], fds: list[int], cut: bool) -> None:
-        ident = message["id"]
-        if "exited" in message:
+    def _take(self, data: bytes, fds: list[int], *, cut: bool) -> None:
+        """One message, see zygote.py. Takes the descriptors, or raises."""
+        kind, ident, status, cpu_s = ANSWER.unpack_from(data)
+        if fds and kind != SPAWNED:
+            raise ValueError("it sent a descriptor unasked")
+        if not -1 <= status <= _STATUS_MAX or not 0 <= cpu_s < math.inf:
+            raise ValueError("it sent numbers that cannot be")
+        if kind == EXITED:
             future = self._exits.get(ident)
             if future is not None and not future.done():
-                status = message["exited"]
-                future.set_result((float(message["cpu_s"]), None if status is None else int(status)))
-            if fds:
-                raise ValueError("it sent a descriptor unasked")
+                future.set_result((cpu_s, None if status < 0 else status))
             return
+        if kind not in (SPAWNED, REFUSED):
+            raise ValueError("it sent what is no message")
         waiting = self._spawning[ident]
-        if "error" not in message and not cut and not fds:
+        if kind == SPAWNED and not cut and not fds:
             raise ValueError("it sent no pidfd")
         del self._spawning[ident]
-        if "error" in message:
+        if kind == REFUSED:
             if not waiting.done():
-                waiting.set_exception(StartError(str(message["error"])[:500], tier="jail"))
+                reason = data[ANSWER.size :].decode("utf-8", "replace")
+                waiting.set_exception(StartError(reason[:500], tier="jail"))
         elif cut:  # recvmsg(2): there was no room in our own table of descriptors
             _kill(fds)
             if not waiting.done():

@@ -42,7 +42,7 @@ SEALED, FAILED = b"S", b"F"  # as in fumehood.enclosure, which is not loaded her
 ENTER = b"0"  # as in fumehood.linux.cgroup
 _ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
 _NUMBERS_BYTES = ctypes.sizeof(Numbers)
-_PIECE = 1 << 20
+_FIRST_BYTES = 32 << 10  # most programs, and less than what malloc(3) would map and unmap
 #: After so many the interpreter has nothing left to adapt.
 _TIMES = 20
 _REHEARSAL_NAME = "<rehearsal>"
@@ -129,7 +129,7 @@ def serve(end: socket.socket, box: Box) -> int:
 
 def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
     """The program's name, environment and code. Ends the process when the host is gone."""
-    got = end.recv(_PIECE)
+    got = end.recv(_FIRST_BYTES)
     while len(got) < HEAD.size or len(got) < HEAD.size + sum(HEAD.unpack_from(got)):
         missing = HEAD.size + sum(HEAD.unpack_from(got)) - len(got) if len(got) >= HEAD.size else 1
         more = end.recv(missing, socket.MSG_WAITALL)  # in one go: a large program comes in hundreds of pieces

@@ -7,6 +7,7 @@ come bytes of output and nothing else: there is no message of the guest's to be 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -36,6 +37,10 @@ _FLOOD_PACE_S = 0.001
 _LONG_FLOOD_PACE_S = 0.008
 _LONG_FLOOD_LOOKS = 100
 
+#: Where nobody wants output as it comes, it is left in the pipes for so long: most programs end before, and then it is
+#: read at once, and nothing was waited for by itself. A program that fills a pipe earlier waits that long, once.
+_PATIENCE_S = 0.003
+
 _PROCESS_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, Linux 6.9
 
 
@@ -50,6 +55,8 @@ class SingleSandbox(GuestSandbox):
             raise self._unsupported("standard input" if isinstance(program, Code) else "commands")
         if self._codes:
             raise self._unsupported("a second program")
+        if isinstance(self._channel, SingleChannel):
+            self._channel.patient = sink is None
         return super()._begin(program, stdin, sink, last, background)
 
     async def _ask(self, operation: str, *, body: bytes = b"", limit: int = 0, **fields: int) -> NoReturn:
@@ -83,6 +90,8 @@ class SingleChannel(Link):
         self._pipes = {out: "out", err: "err"}
         self._counts = {"out": 0, "err": 0}
         self._listened: set[int] = set()
+        self.patient = False  # nobody wants output as it comes
+        self._later: asyncio.TimerHandle | None = None
         self._program_fd = program_fd
         self._tell_exit = on_exit
         self._complete = False  # all of the program is in the outbox
@@ -122,8 +131,10 @@ class SingleChannel(Link):
             head = HEAD.pack(len(name), env_bytes, header["size"] - env_bytes) + name
             self._outbox.append(memoryview(b"".join((head, body))))
             self._complete = not header["more"]
-            for fd in self._pipes:
-                self._listen(fd)
+            if self.patient:
+                self._later = self._loop.call_later(_PATIENCE_S, self._listen_to_all)
+            else:
+                self._listen_to_all()
         elif operation == "more":
             self._outbox.append(memoryview(body))
             self._complete = not header["more"]
@@ -164,6 +175,10 @@ class SingleChannel(Link):
         self._wake_sender()
 
     # --- output comes out
+
+    def _listen_to_all(self) -> None:
+        for fd in self._pipes:
+            self._listen(fd)
 
     def _listen(self, fd: int) -> None:
         self._listened.add(fd)
@@ -268,6 +283,8 @@ class SingleChannel(Link):
                 pass
 
     def _let_go(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
         for fd in self._pipes:
             self._ignore(fd)
             os.close(fd)

@@ -5,8 +5,8 @@ sandbox seal itself, and then serves its control socket. Messages are datagrams 
 
     supervisor -> zygote   REQUEST (id, uid, flags) + the guest's end of the channel
     zygote -> supervisor   {"ready": …}                                     once
-                           {"id", "spawned": true} + pidfds, or {"id", "error"}
-                           {"id", "exited": status or null, "cpu_s": seconds}      of what is dead and reaped
+                           ANSWER (SPAWNED, id) + pidfds, or (REFUSED, id) and the reason
+                           ANSWER (EXITED, id, status, seconds)     of what is dead and reaped
 
 A sandbox is one child, which becomes the agent and PID 1; or, for a single program, two: a PID 1 that does nothing, and
 beside it the program's own process (:mod:`fumehood.tiers.jail.program`). The pidfds are PID 1's and the other's; it is
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 CONTROL_FD = 3
 REQUEST = struct.Struct("!QIB")  # ident, uid, flags of controls
+ANSWER = struct.Struct("!cQqd")  # kind, ident, wait status or -1, CPU seconds
+SPAWNED, EXITED, REFUSED = b"s", b"x", b"r"
+_REASON_BYTES = 1000
 _MESSAGE_MAX = 1 << 18
 _SELF_TEST_RLIMITS = dict.fromkeys(RLIMITS, 0) | {"NOFILE": 64, "CPU": 10}
 _PRELOAD_BYTES = 64 << 20
@@ -156,9 +159,9 @@ class Zygote:
                 if sandbox.init < 0:  # or else when that is dead
                     self.networks.give_back(sandbox.network)
                 raise
-            self.send(b'{"id":%d,"spawned":true}' % ident, *pidfds)
+            self.send(ANSWER.pack(SPAWNED, ident, 0, 0), *pidfds)
         except OSError as error:
-            self.send(json.dumps({"id": ident, "error": str(error)}).encode())
+            self.send(ANSWER.pack(REFUSED, ident, 0, 0) + str(error).encode("utf-8", "replace")[:_REASON_BYTES])
         finally:
             os.close(channel)
         return True
@@ -219,11 +222,11 @@ class Zygote:
         self.poll.unregister(pidfd)
         try:
             _, status, used = os.wait4(pid, WAIT_ALL)
-            exited, cpu_s = b"%d" % status, used.ru_utime + used.ru_stime
+            cpu_s = used.ru_utime + used.ru_stime
         except ChildProcessError:  # it ended in the moment of spawn_single: only its status is lost
-            exited, cpu_s = b"null", 0.0
+            status, cpu_s = -1, 0.0
         if pid in (sandbox.program, sandbox.init if sandbox.program < 0 else -1) and sandbox.ident is not None:
-            self.send(b'{"id":%d,"exited":%b,"cpu_s":%f}' % (sandbox.ident, exited, cpu_s))
+            self.send(ANSWER.pack(EXITED, sandbox.ident, status, cpu_s))
         if pid == sandbox.program:
             if sandbox.init_fd >= 0:
                 signal.pidfd_send_signal(sandbox.init_fd, signal.SIGKILL)
