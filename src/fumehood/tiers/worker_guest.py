@@ -41,6 +41,13 @@ _PIECE = 256 << 10
 RELIEF_S = 0.005
 _HOLD_BYTES = 4096
 
+#: The header of a rehearsed exec: as long as that of most runs, for Python has pages of their own for each size.
+_REHEARSED: Header = {
+    "op": "exec", "id": 0, "size": 99, "last": True, "output_bytes": 1 << 20, "kind": "code", "overflow": "truncate",
+    "stdin": False, "env_bytes": 0, "more": False,
+}  # fmt: skip
+_HEAP_BYTES = 32 << 10
+
 #: Blocked in every thread; the one that does not take frames waits for it.
 _ALARM = {signal.SIGALRM}
 
@@ -272,13 +279,13 @@ class WorkerGuest:
         """
         ours, theirs = socket.socketpair()
         with ours, theirs, self.stream.diverted(theirs.fileno()):
-            limits: Header = {"output_bytes": 99, "overflow": "truncate", "stdin": False, "env_bytes": 0}
             host = Stream(ours.fileno(), ours.fileno())
             for _ in range(times):
-                host.send({"op": "exec", "id": 0, **limits}, self.rehearsal)
+                host.send(_REHEARSED, self.rehearsal)
                 self._exec(*self._take())
                 self._next()
                 host.receive()
+        _touch_heap()
 
     def _work(self, takes: bool = False) -> NoReturn:
         """One of the two threads. ``takes``: it is the one that takes frames first."""
@@ -462,6 +469,11 @@ class WorkerGuest:
         target, _ = agent._split_path({"path_bytes": header["to_bytes"]}, rest)
         agent.rename(self.workdir, path, target)
         self.stream.send(reply)
+
+
+def _touch_heap() -> None:
+    """Have room in the C library's heap for what a run allocates, in pages that are there already."""
+    b"\1" * _HEAP_BYTES
 
 
 def environment(block: bytes) -> dict[str, str]:
