@@ -74,23 +74,37 @@ def full_python(tier_name: str, features: Features) -> None:
         pytest.skip(f"tier {tier_name} runs a subset of Python and says so in its features")
 
 
+class _Shared:
+    """Runners with the default policy, by tier."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Runner] = {}
+
+    def get(self, name: str) -> Runner:
+        """The tier's one, made when it is first asked for."""
+        if name not in self._made:
+            self._made[name] = Runner(tier=name)
+        return self._made[name]
+
+    def close(self) -> None:
+        """End them all; the next test that asks gets another."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+
 @pytest.fixture(scope="session")
-def _default_runners() -> Iterator[Callable[[str], Runner]]:
-    made: dict[str, Runner] = {}
-    with contextlib.ExitStack() as stack:
-
-        def runner_of(name: str) -> Runner:
-            if name not in made:
-                made[name] = stack.enter_context(Runner(tier=name))
-            return made[name]
-
-        yield runner_of
+def _shared_runners() -> Iterator[_Shared]:
+    shared = _Shared()
+    try:
+        yield shared
+    finally:
+        shared.close()
 
 
 @pytest.fixture
-def runner(tier_name: str, _default_runners: Callable[[str], Runner]) -> Runner:
+def runner(tier_name: str, _shared_runners: _Shared) -> Runner:
     """A runner with the default policy, shared by the tests of this process."""
-    return _default_runners(tier_name)
+    return _shared_runners.get(tier_name)
 
 
 @pytest.fixture
@@ -115,11 +129,15 @@ def async_runner_factory(tier_name: str) -> Callable[..., AsyncRunner]:
 
 
 @pytest.fixture
-def private_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def private_tmp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, _shared_runners: _Shared
+) -> Iterator[Path]:
     """A folder of its own for everything that the supervisor keeps in temporary files, so that it can be counted.
 
-    It must be passable by all, since sandboxes started by root run as other users.
+    It must be passable by all, since sandboxes started by root run as other users. Shared runners are ended first: a
+    tier that makes the next sandbox after a run would have it here, and lose it with this folder.
     """
+    _shared_runners.close()
     tmp_path_factory.getbasetemp()  # before this folder is the one for temporary files
     folder = tempfile.mkdtemp(prefix="fumehood-test-")
     os.chmod(folder, 0o755)
