@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -48,6 +49,8 @@ class PidfdEnclosure:
         self._pid = pid
         self._program = program
         self._pidfd = pidfd
+        self._exit = select.poll()  # asks the kernel: the event loop may not have heard of it yet
+        self._exit.register(pidfd, select.POLLIN)
         self._group = group
         self._cpu_after_death = cpu_after_death
         self._forget = forget
@@ -73,7 +76,7 @@ class PidfdEnclosure:
 
     def alive(self) -> bool:
         """Whether the first process runs."""
-        return not self._death.done() and not process.ended(self._pidfd)
+        return not self._death.done() and not self._exit.poll(0)
 
     def poll_memory(self, memory_bytes: int) -> None:
         """Stand in for a memory cgroup: look at all processes every 50 ms and kill when they hold more together."""
@@ -135,8 +138,8 @@ class PidfdEnclosure:
         """Until the last process of the sandbox is dead, but for a PID 1 that does nothing and is being killed."""
         if self._vacant():
             return
-        if not self._death.done() and process.ended(self._pidfd):
-            self._died()  # the event loop has not heard of it yet
+        if not self._death.done() and self._exit.poll(0):
+            self._died()
         if not self._death.done():
             await asyncio.shield(self._death)
         if self._group is None and not self._counted:

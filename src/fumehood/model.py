@@ -308,7 +308,8 @@ class Code:
             raise PolicyError(f"context must be a string of at most 64 characters, not {self.context!r:.100}")
         if not isinstance(self.source, (str, bytes)):
             raise PolicyError(f"code must be str or bytes, not {type(self.source).__name__}")
-        if len(self.source) > CODE_BYTES_MAX or len(self.data) > CODE_BYTES_MAX:
+        # A character takes at most four bytes.
+        if 4 * len(self.source) > CODE_BYTES_MAX and len(self.data) > CODE_BYTES_MAX:
             raise PolicyError(f"code is longer than {CODE_BYTES_MAX} bytes")
 
     @property
