@@ -254,6 +254,7 @@ class WorkerSandbox(GuestSandbox):
         self._tools = tools
         self._calls: set[asyncio.Task[None]] = set()
         self._lacking: str | None = None
+        self._usage_is_cheap = False
         self._leaving = False  # its only program has ended by itself, and it is to be killed
         super().__init__(channel, enclosure, policy, receipt, env={})
         #: The header of a single run, but for what :meth:`_hand_over` puts before it.
@@ -276,7 +277,7 @@ class WorkerSandbox(GuestSandbox):
         async with asyncio.timeout(patience_s):
             await self._channel.send({"op": "configure", **configuration, "files": files})
             await asyncio.shield(self._ready)
-        self._around.expect_usage()
+        self._usage_is_cheap = self._around.expect_usage()
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
@@ -314,7 +315,7 @@ class WorkerSandbox(GuestSandbox):
         never = Run(0, run.program, Output(len(_AN_OUTPUT), None), Stdin(b""), True, Ended(loop=self._loop))
         never.done.add_done_callback(_go_on, context=contextvars.copy_context())
         self._take_end(never, decode(_AN_END), _AN_OUTPUT)
-        self._outcome(never, True, 0.0, *self._enclosure.usage())
+        self._outcome(never, True, 0.0, *(self._enclosure.usage() if self._usage_is_cheap else (None, None)))
 
     def _deadline(self, run: Run) -> None:
         """A worker stops its runtime whatever the program does, and tells so; one that does not is broken."""
