@@ -19,6 +19,7 @@ from support import e2b_endpoint
 from support.needs import RunnerFactory, need_tier
 from support.not_applicable import reason_for
 from support.residue import own_folder
+from support.timed import PAUSE_S, TRIES, promise_of
 
 from fumehood import registry
 from fumehood.model import Policy
@@ -148,8 +149,8 @@ def private_tmp(
         shutil.rmtree(folder)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deal the tests to workers, and mark what :mod:`support.not_applicable` names: such a test must fail.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal the tests to workers, and mark what :mod:`support.not_applicable` and :mod:`support.timed` name.
 
     xdist deals groups in the order of their first tests (``--no-loadscope-reorder``): what one worker must do alone
     comes first, single tests, which even out how long the workers take, last.
@@ -159,6 +160,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = reason_for(tier, item.nodeid) if tier is not None else None
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"not applicable to {tier}: {reason}", strict=True))
+        if promise_of(item.nodeid) is not None:
+            item.add_marker(pytest.mark.flaky(reruns=TRIES, reruns_delay=PAUSE_S))
         if (group := _group_of(item, tier)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=_turn)

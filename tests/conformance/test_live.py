@@ -66,7 +66,7 @@ def test_usage_is_of_one_exec(runner_factory: RunnerFactory) -> None:
     with runner_factory(Policy(limits=Limits(wall_s=60, cpu_s=60))).open() as sandbox:
         burnt = sandbox.exec(BURN).usage.cpu_s
         after = sandbox.exec("pass").usage.cpu_s
-        assert burnt is None or after is None or (burnt >= 0.45 and after < 0.3)
+        assert burnt is None or after is None or (burnt >= 0.45 and after < 0.75 * burnt)  # and not the sum
 
 
 def test_the_output_budget_is_per_exec(runner_factory: RunnerFactory) -> None:
