@@ -1,5 +1,5 @@
 # `make demo` and `make test` do their own set-up; `make help` lists the rest.
-.PHONY: help demo test check bench verify clean
+.PHONY: help demo test check lint types bench verify clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -11,10 +11,15 @@ demo: ## analyse a real table in the jail: a chart and a summary in build/demo/
 test: ## install what the tests need and run the whole suite
 	@scripts/test.sh
 
-check: ## lint, format and types
+check: lint types ## lint, format and types
+
+lint:
 	@scripts/setup.sh test,dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+types:
+	@scripts/setup.sh test,dev
 	.venv/bin/mypy
 
 bench: ## what a sandbox of the jail costs, as ratios to a bare interpreter
