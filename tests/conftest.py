@@ -34,7 +34,7 @@ LONG = (
     "test_all_164_pass",
     "test_every_tier_shows_the_same",
     "test_thousand_runs.py",
-    "test_100_runs_at_once",
+    "test_many_runs_at_once",
 )
 
 #: Folders with tests of milliseconds: a worker takes a file of them at once, since asking for each costs more than it.

@@ -33,7 +33,7 @@ sys.path[:0] = {path!r}
 from fumehood import Limits, Policy, Runner
 tier, overflow, program = sys.argv[1:]
 def peak():  # not ru_maxrss, which an exec takes over from the parent
-    return int(re.search(r"VmHWM:\\s*(\d+) kB", open("/proc/self/status").read())[1])
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
 policy = Policy(limits=Limits(wall_s=200, cpu_s=200, cpus=2), overflow=overflow)
 with Runner(tier=tier, policy=policy) as runner:
     runner.run("print(1)")

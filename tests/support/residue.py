@@ -17,12 +17,12 @@ from fumehood.tiers.jail.tier import AHEAD
 from . import e2b_endpoint
 
 #: What a sandbox that waits for its program takes, at most: PID 1 and the interpreter, or half of gVisor's six, since
-#: that tier keeps one where the jail keeps two; its socket, two pidfds, two pipes and one more descriptor; a group in
-#: each of four trees of control groups; a bundle's folder.
-SEAT = {"processes": 3, "descriptors": 6, "mounts": 0, "cgroups": 4, "files": 1}
+#: that tier keeps one where the jail keeps two; its socket, two pidfds, two pipes and one more descriptor, and half of
+#: the three of a zygote's half-made next one; a group in each of four trees of control groups; a bundle's folder.
+SEAT = {"processes": 3, "descriptors": 8, "mounts": 0, "cgroups": 4, "files": 1}
 
-#: How long the kernel may take to finish tearing down what was killed.
-PATIENCE_S = 5.0
+#: How long the kernel of a busy machine may take to finish tearing down what was killed: what is left then, stays.
+PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
