@@ -220,6 +220,27 @@ def test_interrupt_keeps_the_state(async_runner_factory: Callable[..., AsyncRunn
     asyncio.run(main())
 
 
+#: An interrupt just when the event loop has taken the program's next step off its queue and not begun it.
+LOST = """
+run = asyncio.Handle._run
+def lose(handle):
+    asyncio.Handle._run = run
+    raise KeyboardInterrupt
+asyncio.Handle._run = lose
+await asyncio.sleep(0)
+print("not reached")
+"""
+
+
+def test_an_interrupt_that_takes_a_step_of_the_event_loop_along(runner: Runner) -> None:
+    with runner.open() as sandbox:
+        sandbox.exec("import asyncio\nx = 7")
+        result = sandbox.exec(LOST)
+        assert "KeyboardInterrupt" in result.stderr and "never" not in result.stderr
+        assert (result.stdout, result.interpreter_lost) == ("", False)
+        assert sandbox.exec("await asyncio.sleep(0.01)\nimport gc; gc.collect()\nprint(x)").stderr == ""
+
+
 STUBBORN = (
     "while True:\n    try:\n        print('on', flush=True)\n        while True: pass\n    except BaseException: pass"
 )

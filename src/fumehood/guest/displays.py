@@ -118,12 +118,23 @@ def _await(coroutine: Any) -> Any:
     try:
         return _State.loop.run_until_complete(task)
     except KeyboardInterrupt:
-        if not task.done():  # it was the loop that was interrupted, while it waited
+        if not task.done():  # it was the loop that was interrupted
             task.cancel()
-            try:
-                _State.loop.run_until_complete(task)
-            except asyncio.CancelledError:
-                pass
+            for _ in range(2):
+                _State.loop.run_until_complete(asyncio.sleep(0))
+            # What waits for nothing and was not run by now will never be: the interrupt came when the loop had taken
+            # its next step off the queue and not begun it.
+            if not task.done() and getattr(task, "_fut_waiter", None) is None:
+                task._log_destroy_pending = False
+                try:
+                    coroutine.close()
+                except Exception:  # of the program's own, while it ended
+                    pass
+            else:
+                try:
+                    _State.loop.run_until_complete(task)
+                except asyncio.CancelledError:
+                    pass
         raise
 
 
