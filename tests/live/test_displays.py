@@ -237,7 +237,7 @@ def test_an_interrupt_that_takes_a_step_of_the_event_loop_along(runner: Runner) 
         sandbox.exec("import asyncio\nx = 7")
         result = sandbox.exec(LOST)
         assert "KeyboardInterrupt" in result.stderr and "never" not in result.stderr
-        assert (result.stdout, result.interpreter_lost) == ("", False)
+        assert (result.stdout, result.timed_out, result.interpreter_lost) == ("", False, False)
         assert sandbox.exec("await asyncio.sleep(0.01)\nimport gc; gc.collect()\nprint(x)").stderr == ""
 
 
