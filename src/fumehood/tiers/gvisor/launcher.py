@@ -7,19 +7,19 @@ P1 waits on the channel for one byte and, beside it, the ways into the cgroup
 (:meth:`fumehood.linux.cgroup.Cgroup.entries`). It goes there, mounts, answers on the channel with the work folder's
 descriptor, and becomes runsc.
 
-A tier's first sandbox waits for the launcher to start, so it imports little: not ``socket`` or ``json``, but the C
-modules behind them.
+It says one byte on the control socket when it serves. A tier's first sandbox may wait for that, so it imports little:
+not ``socket``, ``signal`` or ``json``, but the C modules behind them.
 """
 
 from __future__ import annotations
 
 import _json
+import _signal  # type: ignore[import-not-found]
 import _socket as socket
 import array
 import marshal
 import os
 import select
-import signal
 import sys
 
 sys.path.insert(0, __file__.rsplit("/fumehood/", 1)[0])
@@ -51,6 +51,7 @@ _ENTER = b"0"  # as in fumehood.linux.cgroup, which is not loaded here
 def main() -> None:
     """Be P0."""
     control = _of_fd(int(sys.argv[1]))
+    control.send(b"R")
     poll = select.poll()
     poll.register(control, select.POLLIN)
     living: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, where to tell its end
@@ -128,7 +129,7 @@ def _say(answer: socket.socket, message: str, *fds: int) -> None:
 def become_runsc(plan: dict[str, Any], standard: list[int]) -> None:
     """Be P1, with ``standard`` as descriptors 0 to 2. Never returns."""
     try:
-        prctl("PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, signal.SIGKILL)  # runsc waits long, and not for the channel's end
+        prctl("PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, _signal.SIGKILL)  # runsc waits long, and not for the channel's end
         end = _of_fd(os.dup(standard[0]))
         word, entries = receive(end, 1, _ENTRIES_MAX)
         if word != _GO:

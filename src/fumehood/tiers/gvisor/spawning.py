@@ -8,6 +8,7 @@ import contextlib
 import json
 import marshal
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -25,12 +26,13 @@ _MESSAGE_MAX = 1 << 16
 _MARSHAL = 2  # a format that every Python 3 reads
 _SPAWN_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 2.0
+_SERVED_TIMEOUT_S = 2.0
 
 
 class Launcher:
     """Started when it is first asked, and again if it was lost. It ends with this object, at the latest.
 
-    :meth:`start` is for several threads at once, the rest is not.
+    :meth:`start` and :meth:`wait_served` are for several threads at once, the rest is not.
     """
 
     def __init__(self) -> None:
@@ -78,6 +80,15 @@ class Launcher:
         with self._starting:
             if self._control is None:
                 self._control = self._start()
+
+    def wait_served(self) -> None:
+        """Until it serves, or is lost, or takes too long. Blocks. Raises OSError."""
+        self.start()
+        control = self._control
+        if control is not None:
+            wait = select.poll()
+            wait.register(control, select.POLLIN)  # its one word stays there to be seen
+            wait.poll(_SERVED_TIMEOUT_S * 1000)
 
     def _send(self, data: bytes, fds: list[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

@@ -90,7 +90,7 @@ class GvisorTier:
         try:
             probe = _Host.ask(self.image)
             if probe.available:  # the first run, which is likely to follow, need not wait for it
-                self._launcher.start()
+                self._launcher.wait_served()
         except Exception as error:
             return Probe(False, f"{type(error).__name__}: {error}", "see what `runsc --version` says")
         return probe
