@@ -148,11 +148,10 @@ class PidfdEnclosure:
             if exact is not None:  # finer than the poller's clock ticks, and with what ended between two looks
                 self._cpu_s = max(self._cpu_s or 0.0, exact)
 
-    def expect_usage(self) -> bool:
-        """Prepare :meth:`usage`, for who will ask while its caller waits; whether it is a matter of two reads."""
+    def expect_usage(self) -> None:
+        """Prepare :meth:`usage`, for who will ask for it while its caller waits."""
         if self._group is not None:
             self._group.keep_open()
-        return self._group is not None
 
     def usage(self) -> tuple[float | None, int | None]:
         """CPU seconds so far and peak memory in bytes, as the cgroup counts them; else as polled."""

@@ -19,7 +19,6 @@ from support.needs import need_tier
 from fumehood.linux import process
 from fumehood.model import Code, Policy, Result
 from fumehood.runner import AsyncRunner
-from fumehood.tiers import worker
 from fumehood.tiers.interpreter.tier import InterpreterTier
 
 #: Python functions and turns of coroutines in all, asyncio's included: as measured, and a few more.
@@ -69,33 +68,6 @@ def test_little_is_gone_through_before_the_program_is_sent_and_after_its_answer_
     assert "BaseEventLoop._run_once" not in calls[answered:]
     # What can wait until the program is on its way does.
     assert not {"GuestSandbox._start_clock", "BaseEventLoop.call_later"} & {*calls[:sent], *calls[answered:]}
-
-
-def test_the_rehearsal_of_an_end_leaves_no_trace() -> None:
-    passed: list[tuple[str, bytes]] = []
-
-    async def main() -> tuple[Result, list[str]]:
-        async with AsyncRunner(tier=InterpreterTier(), warm=1) as runner:
-            await runner.fill()
-            await runner.run("sum(range(100000))", sink=lambda stream, data: passed.append((stream, data)))
-            return await traced(runner, "sum(range(100000))")
-
-    result, calls = asyncio.run(main())
-    assert "WorkerSandbox._rehearse_end" in calls and calls.count("WorkerSandbox._take_end") == 2
-    assert (result.stdout, result.stderr, passed) == ("", "", [])
-    assert result.ok and result.usage.stdout_bytes == 0
-    assert result.usage.cpu_s is None or result.usage.cpu_s > 0
-
-
-def test_nothing_is_rehearsed_while_runs_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_WARM_S", 600.0)  # for a machine of any speed
-
-    async def main() -> list[str]:
-        async with AsyncRunner(tier=InterpreterTier(), warm=1) as runner:
-            await traced(runner, "1", pause_s=0)
-            return (await traced(runner, "1", pause_s=0))[1]
-
-    assert asyncio.run(main()).count("WorkerSandbox._take_end") == 1
 
 
 def faults(pids: list[int]) -> int:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import importlib.util
 import json
 import math
@@ -40,7 +39,7 @@ from typing import Any
 import fumehood
 from fumehood.enclosure import PidfdEnclosure, handshake
 from fumehood.errors import FumehoodError, StartError, UnavailableError
-from fumehood.execs import Ended, Output, Run, Stdin
+from fumehood.execs import Run, Stdin
 from fumehood.linux import process
 from fumehood.model import (
     DEFAULT_NAME,
@@ -61,7 +60,7 @@ from fumehood.tier import Sink, Stream
 from fumehood.tiers.jail.client import Guest
 from fumehood.tiers.jail.runtime import ENVIRONMENT_HOME, base_python
 from fumehood.tiers.jail.tier import JailTier, drop_spare
-from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header, decode, header_text
+from fumehood.wire import BODY_MAX, Channel, ChannelClosed, Header, header_text
 
 #: A host function that a program may call. Arguments and result are JSON values; it may be a coroutine function.
 Tool = Callable[..., Any]
@@ -75,10 +74,6 @@ _READY_TIMEOUT_S = 60.0
 _HANGS_S = 20.0
 _UNSUPPORTED_MAX = 200
 _KILL_AFTER_S = 0.001  # after a single-use program's end was told; close() does not wait for it
-_WARM_S = 0.001  # after a run, all that it went through is likely in the processor's caches still
-#: The frame of an end such as most have: its header, and the output that comes with it.
-_AN_END = b'{"op":"done","id":0,"overflow":false,"out_bytes":2,"err_bytes":0,"status":0,"lost":false,"tail":"out"}'
-_AN_OUTPUT = b"1\n"
 _CALLS_MAX = 16  # host functions under way at once
 _UID_FIRST = 0x6FFE0000  # for root's children where there is no jail, below those of tier subprocess
 _UID_COUNT = 0xFFFF
@@ -128,10 +123,6 @@ class Recipe:
             open_files=max(limits.open_files, self.open_files_min),
         )
         return replace(policy, limits=wider, floor=None, hard=())
-
-
-def _go_on(_: object) -> None:
-    """What a task would do that waits."""
 
 
 def _nothing_holds(limit: str) -> Control:
@@ -238,8 +229,6 @@ class WorkerSandbox(GuestSandbox):
 
     guest_is_agent = False
 
-    _told_at = -math.inf  # the loop's time of the last end of a run, of all sandboxes
-
     def __init__(
         self,
         channel: Channel,
@@ -254,7 +243,6 @@ class WorkerSandbox(GuestSandbox):
         self._tools = tools
         self._calls: set[asyncio.Task[None]] = set()
         self._lacking: str | None = None
-        self._usage_is_cheap = False
         self._leaving = False  # its only program has ended by itself, and it is to be killed
         super().__init__(channel, enclosure, policy, receipt, env={})
         #: The header of a single run, but for what :meth:`_hand_over` puts before it.
@@ -277,7 +265,7 @@ class WorkerSandbox(GuestSandbox):
         async with asyncio.timeout(patience_s):
             await self._channel.send({"op": "configure", **configuration, "files": files})
             await asyncio.shield(self._ready)
-        self._usage_is_cheap = self._around.expect_usage()
+        self._around.expect_usage()
 
     async def exec(
         self, program: Program, *, stdin: bytes = b"", sink: Sink | None = None, last: bool = False
@@ -300,22 +288,8 @@ class WorkerSandbox(GuestSandbox):
             if len(payload) <= BODY_MAX:
                 text = f'{{"op":"exec","id":{run.ident},"size":{len(payload)},{self._single}'
                 self._frames.post_text(text, payload)
-                self._loop.call_soon(self._rehearse_end, run)
                 return memoryview(b"")
         return super()._hand_over(run, background)
-
-    def _rehearse_end(self, run: Run) -> None:
-        """Go through the end of a run that never was while the worker runs its program.
-
-        Of all that follows the answer, most of the time goes by until the processor has it in its caches. After a pause
-        that time is spent here, where nobody waits for it. Shortly after a run there is nothing to gain.
-        """
-        if run.done.done() or self._loop.time() - WorkerSandbox._told_at < _WARM_S:
-            return
-        never = Run(0, run.program, Output(len(_AN_OUTPUT), None), Stdin(b""), True, Ended(loop=self._loop))
-        never.done.add_done_callback(_go_on, context=contextvars.copy_context())
-        self._take_end(never, decode(_AN_END), _AN_OUTPUT)
-        self._outcome(never, True, 0.0, *(self._enclosure.usage() if self._usage_is_cheap else (None, None)))
 
     def _deadline(self, run: Run) -> None:
         """A worker stops its runtime whatever the program does, and tells so; one that does not is broken."""
@@ -333,7 +307,6 @@ class WorkerSandbox(GuestSandbox):
             await super()._end(run)
             return
         run.used = self._enclosure.usage()
-        WorkerSandbox._told_at = self._loop.time()
         self._killed = "it was for one program only"  # from here on nothing is sent to it
         self._leaving = True
 
