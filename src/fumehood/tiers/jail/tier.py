@@ -300,7 +300,8 @@ class JailTier:
         """Ask for the processes of the next sandbox, whatever its limits will be: they come with the word to go on."""
         if zygote not in self._halves and not zygote.lost and not self._closed:
             rehearsed = 0 if self._live > len(self._ahead) + self._making else REHEARSED  # at a cost of spare time only
-            self._halves[zygote] = flags, zygote.request(flags | rehearsed)
+            with contextlib.suppress(OSError):  # no descriptor is left; the next run asks, and says so
+                self._halves[zygote] = flags, zygote.request(flags | rehearsed)
 
     def _take_half(self, zygote: Zygote, flags: int) -> Request | None:
         """A sandbox that is there, or on its way, and waits for its limits; None if there is none of this kind."""
