@@ -19,7 +19,7 @@ from fumehood.linux.process import pid_of_pidfd
 from fumehood.model import Code, Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
 from fumehood.tiers.jail.client import Request
-from fumehood.tiers.jail.controls import DATA, SINGLE
+from fumehood.tiers.jail.controls import DATA, SINGLE, TERMINALS
 from fumehood.tiers.jail.tier import AHEAD, JailTier, Zygote
 
 BASE = Policy(limits=Limits(wall_s=20, open_files=100), env={"WHO": "base"})
@@ -135,7 +135,7 @@ async def half_made(runner: AsyncRunner) -> tuple[JailTier, Zygote, Request]:
     await asyncio.sleep(0)
     (zygote,) = tier._zygotes.values()
     flags, half = tier._halves[zygote]  # of an idle tier, so it has gone through a run
-    assert flags & ~DATA == SINGLE
+    assert flags & ~(DATA | TERMINALS) == SINGLE
     await asyncio.wait([half.future])
     return tier, zygote, half
 
@@ -157,10 +157,9 @@ def test_a_sandbox_made_halfway_takes_any_limits(
             await check(two, files=True)  # that one has an agent, and is asked for by itself
             assert tier._halves[zygote][1] is half and zygote._next == asked + 1
             await check(two, files=False)
-            assert half.taken == (difference != "terminals")
-            if half.taken:
-                await asyncio.sleep(0)
-                assert zygote._next == asked + 2  # for the next; that run asked for none
+            await asyncio.sleep(0)
+            assert half.taken and half.end.fileno() == -1  # by that run, or let go of in favour of its kind
+            assert zygote._next == asked + 2 + (difference == "terminals")  # one for the next, and perhaps its own
 
     asyncio.run(main())
 
@@ -196,6 +195,22 @@ def test_a_sandbox_made_halfway_on_an_idle_machine_has_gone_through_a_run(monkey
 def stat_fields(pid: int) -> list[str]:
     """Fields of proc_pid_stat(5) from the third, the state, on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def test_a_sandbox_made_halfway_is_of_the_kind_that_ran_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_tier("jail")
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+
+    async def main() -> None:
+        tier = JailTier()
+        with_terminals = AsyncRunner(tier=tier, policy=OTHERS["terminals"])
+        async with AsyncRunner(tier=tier, policy=BASE) as one, with_terminals as two:
+            for runner in (two, one, one):
+                _, _, half = await half_made(runner)
+            await check(one, files=False)
+            assert half.taken and len(tier._halves) <= 1
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -22,7 +22,7 @@ from fumehood.errors import ClosedError, StartError, UnsupportedError
 from fumehood.linux import process
 from fumehood.model import Code, Command, Limits, MiB, Outcome, Policy, Result
 from fumehood.runner import AsyncRunner, Runner
-from fumehood.tiers.jail import client, single
+from fumehood.tiers.jail import client, runtime, single
 from fumehood.tiers.jail.client import Zygote
 from fumehood.tiers.jail.tier import JailTier
 
@@ -507,6 +507,7 @@ def test_output_that_nobody_wants_as_it_comes_is_left_in_the_pipes(
     listen = single.SingleChannel._listen
     monkeypatch.setattr(single.SingleChannel, "_listen", lambda self, fd: (listened.append(fd), listen(self, fd))[1])
     monkeypatch.setattr(single, "_PATIENCE_S", 0.05 if seconds else 60.0)
+    monkeypatch.setattr(single, "_LITTLE_BYTES", 1 << 20)
     program = f"import sys, time\nprint('out' * 9)\ntime.sleep({seconds})\nprint('err', file=sys.stderr)\n"
     size = 300_000 if seconds else 60_000
     with Runner(tier=JailTier()) as runner:
@@ -516,3 +517,33 @@ def test_output_that_nobody_wants_as_it_comes_is_left_in_the_pipes(
         came: list[str] = []
         runner.run("print(1)", sink=lambda stream, data: came.append(stream))
         assert came and len(listened) >= 2  # who wants it as it comes has it so
+
+
+def test_every_program_has_the_same_environment_below_the_policys() -> None:
+    need_tier("jail")
+    look = "import json, os\nprint(json.dumps(dict(os.environ)))"
+    expected = runtime.program_env()
+    assert {"PATH", "LANG"} <= set(expected)
+    for given in ({}, {"A": "1"}, {"LANG": "C", "PATH": "/bin"}):
+        with Runner(tier=JailTier(), policy=Policy(env=given)) as runner:
+            for stdin in (b"", b"x"):  # without an agent, and with one
+                assert json.loads(runner.run(look, stdin=stdin).stdout) == expected | given
+            with runner.open() as sandbox:
+                assert json.loads(sandbox.exec(look).stdout) == expected | given
+
+
+def test_a_program_sees_nothing_of_the_zygotes_practice() -> None:
+    """What was gone through before it was forked is not to be told from an interpreter that has just started."""
+    need_tier("jail")
+    look = (
+        "import sys, os, gc, signal, linecache, atexit, random, warnings\n"
+        "print(sorted(globals()), sorted(linecache.cache), gc.isenabled(), gc.get_threshold(), atexit._ncallbacks())\n"
+        "print([signal.getsignal(n) for n in (2, 13, 15, 17, 25)], signal.pthread_sigmask(0, ()), os.umask(0))\n"
+        "print(random._inst.gauss_next, sys.argv, sys.flags, sys.exc_info(), len(warnings.filters))"
+    )
+    with Runner(tier=JailTier()) as runner, Runner(tier=JailTier()) as other:
+        first, later = runner.run(look), [other.run(look) for _ in range(3)][-1]
+        assert first.ok and first.stdout == later.stdout
+        assert "rehearsal" not in first.stdout and "True (700, 10, 10) 0" in first.stdout
+        seen = {runner.run("import random, os, uuid; print(random.random(), uuid.uuid4())").stdout for _ in range(5)}
+        assert len(seen) == 5

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -89,6 +90,32 @@ def test_a_zygote_that_dies_under_a_run_is_an_unknown_outcome(tier: JailTier) ->
             with pytest.raises(OutcomeUnknownError):
                 await asyncio.wait_for(task, 30)
             assert (await runner.run(Code("print(2)"))).stdout == "2\n"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_zygote_that_died_unnoticed_is_replaced_within_the_run(
+    half: bool, tier: JailTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the run asks it for a sandbox or has one that was asked for before: nothing has run, so all is well."""
+    monkeypatch.setattr("fumehood.tiers.jail.tier.AHEAD", 0)
+    if not half:
+        monkeypatch.setattr(JailTier, "_make_half", lambda *_: None)
+
+    async def main() -> None:
+        async with AsyncRunner(tier=tier) as runner:
+            for number in range(5):
+                assert (await runner.run(Code("pass"))).ok
+                await asyncio.sleep(0.02)
+                (zygote,) = tier._zygotes.values()
+                inner = posture.zygote_of(zygote.pid)
+                pidfd = os.pidfd_open(inner)
+                os.kill(inner, signal.SIGKILL)
+                select.select([pidfd], [], [], 10)  # without the event loop's knowledge
+                os.close(pidfd)
+                assert (await runner.run(Code(f"print({number})"))).stdout == f"{number}\n"
+                assert zygote.lost
 
     asyncio.run(main())
 

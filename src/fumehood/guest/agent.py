@@ -1435,6 +1435,11 @@ def prepare(env: bytes = b"") -> bool:
     return True
 
 
+def prepared_environment() -> bytes:
+    """What :func:`prepare` was told that most programs' environment begins with."""
+    return _prepared_env
+
+
 def fresh_interpreter() -> types.ModuleType:
     """What is left to do in each interpreter; its ``__main__``."""
     numpy_random = sys.modules.get("numpy.random")

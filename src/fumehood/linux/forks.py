@@ -54,13 +54,20 @@ class Forks:
         return end
 
     def clone3(self, flags: int, *, exit_signal: int) -> tuple[int, int]:
-        """As :func:`fumehood.linux.namespaces.clone3`. Raises OSError."""
-        for hook in self._before:
-            hook()
+        """As :func:`fumehood.linux.namespaces.clone3`. Raises OSError, in the parent."""
+        _run(self._before)
         pid = -1
         try:
             pid, pidfd = clone3_bare(flags, exit_signal=exit_signal)
         finally:
-            for hook in self._in_child if pid == 0 else self._in_parent:
-                hook()
+            _run(self._in_child if pid == 0 else self._in_parent)
         return pid, pidfd
+
+
+def _run(hooks: list[Hook]) -> None:
+    """What a hook raises is nobody's, as around ``os.fork``: a child it took out of its way would go on in ours."""
+    for hook in hooks:
+        try:
+            hook()
+        except BaseException:
+            pass

@@ -51,7 +51,8 @@ class Steps:
             raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")
         wide = tuple(self._wide(value) for value in (_NUMBERS[name], *args))
         self._steps.append((wide, to))
-        self._what.append(f"{self.purpose}: {name}" if self.purpose else name)
+        paths = [os.fsdecode(value) for value in args if isinstance(value, bytes) and value.startswith(b"/")]
+        self._what.append(" ".join((f"{self.purpose}: {name}" if self.purpose else name, *paths[-1:])))
 
     def _wide(self, value: int | bytes | Result | ctypes.Structure | None) -> object:
         if isinstance(value, int):  # one object for all that are alike

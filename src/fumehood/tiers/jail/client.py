@@ -182,6 +182,19 @@ class Zygote:
         if future is not None and not future.done():
             future.set_result(None)  # a cancelled one would cancel who waits for it
 
+    def gone(self) -> bool:
+        """Whether it is lost; asks, since the event loop may not have heard of it yet."""
+        if not self.lost:
+            try:
+                hung_up = not self._control.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                hung_up = False
+            except OSError:
+                hung_up = True
+            if hung_up:
+                self._lose("the zygote is lost: it exited")
+        return self.lost
+
     def _listen(self) -> None:
         fds: list[int] = []
         try:

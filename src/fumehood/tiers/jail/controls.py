@@ -87,6 +87,8 @@ def numbers(*, disk_bytes: int, files: int, rlimits: dict[str, int], touch: bool
     if len(options) >= _OPTIONS_BYTES:
         raise ValueError(f"too large: {options}")
     made = Numbers(GO, touch, options.encode())
+    if min(disk_bytes, files, *rlimits.values()) < 0:
+        raise ValueError("a negative number is none of a limit")
     for at, name in enumerate(RLIMITS[: len(rlimits)]):
         made.rlimits[at][:] = [rlimits[name]] * 2
     return bytes(made)

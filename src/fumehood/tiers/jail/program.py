@@ -149,6 +149,7 @@ def practise() -> None:
     when they are first called. Each of that is written to memory, and what is done here a forked process need not do,
     on a copied page, itself.
     """
+    env = agent.prepared_environment()  # so that it is left as it is
     harmless = Steps()
     harmless.call("getpid")
     ours, theirs = socket.socketpair()
@@ -157,7 +158,7 @@ def practise() -> None:
         enter([])
         answer(theirs)
         ours.recv(1)
-        ours.send(HEAD.pack(1, 0, 1) + b"xx")
+        ours.send(HEAD.pack(1, len(env), 1) + b"x" + env + b"x")
         agent.set_environment(receive(theirs)[1])
         rehearse()
     ours.close()

@@ -13,6 +13,8 @@ import fcntl
 import os
 import signal
 import socket
+import sys
+import termios
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -37,9 +39,11 @@ _FLOOD_PACE_S = 0.001
 _LONG_FLOOD_PACE_S = 0.008
 _LONG_FLOOD_LOOKS = 100
 
-#: Where nobody wants output as it comes, it is left in the pipes for so long: most programs end before, and then it is
-#: read at once, and nothing was waited for by itself. A program that fills a pipe earlier waits that long, once.
-_PATIENCE_S = 0.003
+#: Where nobody wants output as it comes, it is left in the pipes until a look after the first time shows more than a
+#: little of it, and no longer than for both times: most programs end before, and then it is read at once, and nothing
+#: was waited for by itself. A program that fills a pipe at once waits for the look.
+_LOOK_S, _PATIENCE_S = 0.001, 0.003
+_LITTLE_BYTES = 16 << 10
 
 _PROCESS_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, Linux 6.9
 
@@ -132,7 +136,7 @@ class SingleChannel(Link):
             self._outbox.append(memoryview(b"".join((head, body))))
             self._complete = not header["more"]
             if self.patient:
-                self._later = self._loop.call_later(_PATIENCE_S, self._listen_to_all)
+                self._later = self._loop.call_later(_LOOK_S, self._look)
             else:
                 self._listen_to_all()
         elif operation == "more":
@@ -175,6 +179,14 @@ class SingleChannel(Link):
         self._wake_sender()
 
     # --- output comes out
+
+    def _look(self) -> None:
+        """Listen at once where a pipe fills, else later."""
+        waiting = (int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) for fd in self._pipes)
+        if max(waiting) > _LITTLE_BYTES:
+            self._listen_to_all()
+        else:
+            self._later = self._loop.call_later(_PATIENCE_S, self._listen_to_all)
 
     def _listen_to_all(self) -> None:
         for fd in self._pipes:

@@ -216,10 +216,11 @@ class JailTier:
             # An agent's ids are not mapped yet; a single program's were before it was born.
             hurried = single and "cpu" in hard and group is not None and self._let_enter(ours, group, word)
             spawned = await request.answer()
-        except BaseException:
+        except BaseException as error:
             request.give_up()
             if group is not None:
                 group.remove()
+            _blame_lost(zygote, error)
             raise
         enclosure = self._enclose(zygote, spawned, flags, group)
         self._live += 1
@@ -236,13 +237,14 @@ class JailTier:
             receipt = self._receipt(zygote, guest, spawned, policy, rlimits, group, hard, beside)
             ours.setblocking(False)
             return _Seat(kind, ours, enclosure, receipt, zygote, hard, spawned, pipes)
-        except BaseException:
+        except BaseException as error:
             ours.close()
             for fd in pipes:
                 os.close(fd)
             if spawned.program_fd >= 0:
                 os.close(spawned.program_fd)
             await asyncio.shield(enclosure.discard())
+            _blame_lost(zygote, error)
             raise
 
     async def _prepare(
@@ -298,9 +300,11 @@ class JailTier:
 
     def _make_half(self, zygote: Zygote, flags: int) -> None:
         """Ask for the processes of the next sandbox, whatever its limits will be: they come with the word to go on."""
+        if self._halves.get(zygote, (flags,))[0] != flags:  # of another kind, and likely to stay so
+            self._drop_half(zygote)
         if zygote not in self._halves and not zygote.lost and not self._closed:
             rehearsed = 0 if self._live > len(self._ahead) + self._making else REHEARSED  # at a cost of spare time only
-            with contextlib.suppress(OSError):  # no descriptor is left; the next run asks, and says so
+            with contextlib.suppress(OSError, FumehoodError):  # no descriptor is left; the next run asks, and says so
                 self._halves[zygote] = flags, zygote.request(flags | rehearsed)
 
     def _take_half(self, zygote: Zygote, flags: int) -> Request | None:
@@ -498,6 +502,12 @@ class _Seat:
             if fd >= 0:
                 os.close(fd)
         await self.enclosure.discard()
+
+
+def _blame_lost(zygote: Zygote, error: BaseException) -> None:
+    """Raise ZygoteLostError if a sandbox did not come to be since its zygote had died: then there is another try."""
+    if isinstance(error, StartError) and zygote.gone():
+        raise ZygoteLostError(f"the zygote died: {error.message}", tier="jail") from None
 
 
 def _remove_all(groups: tuple[Cgroup, ...]) -> None:

@@ -297,6 +297,8 @@ def prepare(config: dict[str, Any], filters: types.ModuleType, forks: Forks) -> 
     # Nor has that PID 1 a queue: as an ordinary user, its sandbox may send it signals where Landlock does not say no.
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]))
     if config["single"]:
+        gc.collect()
+        gc.freeze()  # or else each round of practice would look through all that was imported
         practise()
     heard()
     gc.collect()
