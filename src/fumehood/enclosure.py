@@ -19,6 +19,7 @@ from fumehood.errors import StartError
 from fumehood.linux import cgroup, process
 
 _POLL_S = 0.05
+_BLIND_LOOKS = 20  # in a row, and what runs is held no more
 GO = b"G"
 SEALED = b"S"
 FAILED = b"F"
@@ -60,6 +61,7 @@ class PidfdEnclosure:
         self._loop.add_reader(pidfd, self._died)
         self._poller: asyncio.Task[None] | None = None
         self._over_memory = False
+        self._lost = "its first process died"
         self._cpu_s: float | None = None
         self._peak: int | None = None
         self._released = False
@@ -83,8 +85,19 @@ class PidfdEnclosure:
         self._poller = self._loop.create_task(self._poll(memory_bytes))
 
     async def _poll(self, memory_bytes: int) -> None:
+        blind = 0
         while not self._death.done():
-            used = self._tree_usage()
+            try:
+                used = self._tree_usage()
+            except OSError as error:  # no descriptor is left, say: another look may find one
+                blind += 1
+                if blind >= _BLIND_LOOKS:
+                    self._lost = f"its memory could not be looked at: {error}"
+                    self.kill()
+                    return
+                await asyncio.sleep(_POLL_S)
+                continue
+            blind = 0
             if used.count:
                 self._cpu_s = max(self._cpu_s or 0.0, used.cpu_s)
                 self._peak = max(self._peak or 0, used.resident_bytes)
@@ -157,7 +170,8 @@ class PidfdEnclosure:
         """CPU seconds so far and peak memory in bytes, as the cgroup counts them; else as polled."""
         if self._group is None:
             if not self._death.done():
-                self._cpu_s = max(self._cpu_s or 0.0, self._tree_usage().cpu_s)
+                with contextlib.suppress(OSError):
+                    self._cpu_s = max(self._cpu_s or 0.0, self._tree_usage().cpu_s)
             return self._cpu_s, self._peak
         try:
             return self._group.cpu_s(), self._group.memory_peak_bytes()
@@ -181,7 +195,7 @@ class PidfdEnclosure:
 
     def lost_reason(self) -> str:
         """Why the channel may have closed."""
-        return "its first process died"
+        return self._lost
 
     def workdir_fd(self) -> int | None:
         """The work folder, which outlives the sandbox's processes as long as this descriptor is open."""

@@ -6,6 +6,7 @@ Most tests run as root and as an ordinary user alike; :mod:`test_jail_posture` l
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 from support import posture
 from support.needs import need_tier
 
-from fumehood.errors import ClosedError, StartError, UnsupportedError
+from fumehood.errors import ClosedError, OutcomeUnknownError, StartError, UnsupportedError
 from fumehood.linux import process
 from fumehood.model import Code, Command, Limits, MiB, Outcome, Policy, Result
 from fumehood.runner import AsyncRunner, Runner
@@ -547,3 +548,30 @@ def test_a_program_sees_nothing_of_the_zygotes_practice() -> None:
         assert "rehearsal" not in first.stdout and "True (700, 10, 10) 0" in first.stdout
         seen = {runner.run("import random, os, uuid; print(random.random(), uuid.uuid4())").stdout for _ in range(5)}
         assert len(seen) == 5
+
+
+@pytest.mark.parametrize("blind", [5, 10_000])
+def test_memory_that_cannot_be_looked_at_for_a_moment_is_held_all_the_same(
+    blind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cgroup the supervisor looks; where it cannot for a second, nothing runs on."""
+    need_tier("jail")
+    looks: list[int] = []
+    look = process.tree_usage
+
+    def sometimes(*args: Any, **named: Any) -> process.TreeUsage:
+        looks.append(1)
+        if len(looks) <= blind:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return look(*args, **named)
+
+    monkeypatch.setattr(process, "tree_usage", sometimes)
+    program = "import os, time\nos.fork()\nheld = bytearray(90_000_000)\ntime.sleep(60)"
+    policy = Policy(limits=Limits(wall_s=30, memory_bytes=128 * MiB))
+    with Runner(tier=JailTier(cgroups=False), policy=policy) as runner:
+        if blind == 5:
+            assert runner.run(program).outcome is Outcome.MEMORY
+        else:
+            assert runner.run(program).outcome is Outcome.SIGNALED  # by us
+            with pytest.raises(OutcomeUnknownError, match="could not be looked at"):
+                runner.run(program, stdin=b"with an agent")

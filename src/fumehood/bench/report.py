@@ -118,7 +118,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         "\n".join(lines)
         + "\n\nMedian / p99 as ratios to `python3 -I -c pass` as a process, measured in turn with it by "
         + f"`fumehood bench` on {report['taken']} ({told}). "
-        + "On demand is the cold run where nothing was made ahead; a dash: nothing ever is, or it was not measured. "
+        + "On demand is a cold run under another policy than the one before, for which nothing was made ahead "
+        + "(the jail has processes that wait for any policy); a dash: nothing ever is, or it was not measured. "
         + "Throughput is a ratio to plain processes by as many callers.\n"
     )
 
