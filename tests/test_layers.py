@@ -180,3 +180,9 @@ def test_long_modules_have_a_reason(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert (lines > LINES_MAX) == (name in LONG), f"{name} has {lines} lines"
     assert all((ROOT / known).exists() for known in LONG)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_cancellation_can_be_lost_in_wait_for(path: Path) -> None:
+    """asyncio.wait_for() before Python 3.12 drops one that comes just when what it waits for is there (bpo-42130)."""
+    assert "await asyncio.wait_for(" not in path.read_text()

@@ -141,7 +141,8 @@ class GuestSandbox(GuestFiles):
     async def ready(self, timeout_s: float) -> None:
         """Wait until the agent serves. Raises StartError; the caller closes the sandbox then."""
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ready)
         except TimeoutError:
             raise StartError(f"the guest was not ready within {timeout_s:g} s", tier=self._receipt.tier) from None
 

@@ -670,3 +670,24 @@ def test_an_import_names_what_it_refuses(tmp_path: Path) -> None:
         assert [f.path for f in await sandbox.list_files()] == ["ok"]
 
     with_sandboxes(body, tmp_path)
+
+
+@pytest.mark.parametrize("turns", range(4))  # of the event loop, since the guest was ready
+def test_a_cancellation_that_comes_when_the_guest_gets_ready_is_not_lost(turns: int, tmp_path: Path) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        fd = ours.detach()
+        sandbox = GuestSandbox(Channel(fd, fd), TreeEnclosure(None, tmp_path), Policy(limits=LONG), RECEIPT)
+        waiting = asyncio.create_task(sandbox.ready(10))
+        await asyncio.sleep(0.01)
+        sandbox._ready.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        heard = waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() != heard
+        theirs.close()
+        await sandbox.close()
+
+    asyncio.run(main())

@@ -276,7 +276,8 @@ async def _destroy(run: Run, sandbox: Sandbox) -> None:
     task = run.task
     began = time.monotonic()
     try:
-        await asyncio.wait_for(sandbox.close(out=run.out if run.attack.collect else None), GIVE_UP_S)
+        async with asyncio.timeout(GIVE_UP_S):
+            await sandbox.close(out=run.out if run.attack.collect else None)
     except (Exception, asyncio.CancelledError) as error:
         run.close_failure = f"{type(error).__name__}: {error}"
     run.close_s = time.monotonic() - began
@@ -288,7 +289,8 @@ async def _destroy(run: Run, sandbox: Sandbox) -> None:
     if task is not None:
         task.cancel()
         with contextlib.suppress(BaseException):
-            await asyncio.wait_for(asyncio.shield(task), 0.1)
+            async with asyncio.timeout(0.1):
+                await asyncio.shield(task)
     run.survivors = await _survivors(run)
 
 

@@ -94,7 +94,8 @@ class Sandboxes:
     async def _keep(self, box: Box, stack: contextlib.AsyncExitStack) -> None:
         while not box.dead.is_set() and (left := box.ends_at - time.time()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(box.dead.wait(), min(left, 1.0))
+                async with asyncio.timeout(min(left, 1.0)):
+                    await box.dead.wait()
         box.dead.set()
         self._boxes.pop(box.ident, None)
         self._keepers.pop(box.ident, None)

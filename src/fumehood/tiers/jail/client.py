@@ -162,7 +162,8 @@ class Zygote:
         if future is None:
             return None
         try:
-            ended = await asyncio.wait_for(asyncio.shield(future), 1.0)
+            async with asyncio.timeout(1.0):
+                ended = await asyncio.shield(future)
         except (TimeoutError, StartError):
             return None
         return None if ended is None else ended[0]

@@ -238,7 +238,8 @@ async def _boot(recipe: Recipe, jail: JailTier) -> Template:
                 await _until_ready(started)
                 for _ in range(_REHEARSALS):
                     started.control.send(_become(b"L", policy=Policy()))
-                    await asyncio.wait_for(started.control.line(), _SAVE_TIMEOUT_S)
+                    async with asyncio.timeout(_SAVE_TIMEOUT_S):
+                        await started.control.line()
                 state = await _saved_state(started)
             finally:
                 await asyncio.shield(started.discard())
