@@ -6,6 +6,7 @@ so programs that close it, have it elsewhere or leave it to others must end as t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -89,6 +90,10 @@ class Guest:
         self.end.close()
         self.control.close()
         self.process.wait(PATIENCE_S)
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # what a test's programs left
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(pid) == self.process.pid:
+                    os.kill(pid, signal.SIGKILL)
 
 
 def direct(
