@@ -263,7 +263,7 @@ def test_outcomes_do_not_mix(tier_name: str, async_runner_factory: Factory) -> N
 
     async def main() -> None:
         wall_s = 15 if tier_name in AT_ONCE_BY_TIER else 5  # of twelve that share the processors, three of which spin
-        policy = Policy(limits=Limits(wall_s=wall_s, output_bytes=100_000), overflow="stop")
+        policy = Policy(limits=Limits(wall_s=wall_s, cpu_s=60, output_bytes=100_000), overflow="stop")
         async with async_runner_factory(policy) as runner:
             wanted = [item for item in programs.items() for _ in range(3)]
             got = await asyncio.gather(*(runner.run(Code(program)) for program, _ in wanted))
