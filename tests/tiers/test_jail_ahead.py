@@ -20,7 +20,7 @@ from fumehood.model import Code, Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
 from fumehood.tiers.jail.client import Request
 from fumehood.tiers.jail.controls import DATA, SINGLE, TERMINALS
-from fumehood.tiers.jail.tier import AHEAD, JailTier, Zygote
+from fumehood.tiers.jail.tier import _HALF_AFTER_S, AHEAD, JailTier, Zygote
 
 BASE = Policy(limits=Limits(wall_s=20, open_files=100), env={"WHO": "base"})
 
@@ -127,12 +127,17 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
     asyncio.run(main())
 
 
+async def half_asked() -> None:
+    """The next one's processes are asked for once a caller has the result."""
+    await asyncio.sleep(4 * _HALF_AFTER_S)
+
+
 async def half_made(runner: AsyncRunner) -> tuple[JailTier, Zygote, Request]:
     """A tier after a run: it has the processes of another sandbox, which wait to be told their limits."""
     tier = runner.tier
     assert isinstance(tier, JailTier)
     await check(runner, files=False)
-    await asyncio.sleep(0)
+    await half_asked()
     (zygote,) = tier._zygotes.values()
     flags, half = tier._halves[zygote]  # of an idle tier, so it has gone through a run
     assert flags & ~(DATA | TERMINALS) == SINGLE
@@ -157,7 +162,7 @@ def test_a_sandbox_made_halfway_takes_any_limits(
             await check(two, files=True)  # that one has an agent, and is asked for by itself
             assert tier._halves[zygote][1] is half and zygote._next == asked + 1
             await check(two, files=False)
-            await asyncio.sleep(0)
+            await half_asked()
             assert half.taken and half.end.fileno() == -1  # by that run, or let go of in favour of its kind
             assert zygote._next == asked + 2 + (difference == "terminals")  # one for the next, and perhaps its own
 
@@ -171,7 +176,11 @@ def test_a_sandbox_made_halfway_on_an_idle_machine_has_gone_through_a_run(monkey
 
     async def faults_after(runner: AsyncRunner, beside: Awaitable[object] | None) -> int:
         """Of the process that was made after a run, from the time when it waits."""
+        await half_asked()
+        for zygote in tuple(runner.tier._halves):  # type: ignore[attr-defined]
+            runner.tier._drop_half(zygote)  # type: ignore[attr-defined]
         await check(runner, files=False) if beside is None else await asyncio.gather(check(runner, files=False), beside)
+        await half_asked()
         (zygote,) = runner.tier._zygotes.values()  # type: ignore[attr-defined]
         _, half = runner.tier._halves[zygote]  # type: ignore[attr-defined]
         await asyncio.wait([half.future])

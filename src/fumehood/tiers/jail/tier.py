@@ -39,6 +39,7 @@ _NAMES = itertools.count(1)
 
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
+_HALF_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
 FEATURES = Features(
@@ -296,7 +297,7 @@ class JailTier:
             self._making += 1
             self._spawn_task(self._make_ahead(*wish, idle=self._live <= len(self._ahead) + 1))
         if flags & SINGLE:
-            asyncio.get_running_loop().call_soon(self._make_half, zygote, flags)
+            asyncio.get_running_loop().call_later(_HALF_AFTER_S, self._make_half, zygote, flags)
 
     def _make_half(self, zygote: Zygote, flags: int) -> None:
         """Ask for the processes of the next sandbox, whatever its limits will be: they come with the word to go on."""
