@@ -47,6 +47,7 @@ def _throughput(callers: str) -> Callable[[TierFigures], float | None]:
 
 JAIL = (
     Target("cold, median", "x", 0.30, True, lambda f: _of(f.cold, "p50")),
+    Target("on demand, median", "x", 0.35, True, lambda f: _of(f.on_demand, "p50")),
     Target("warm, 50 a second open loop, median", "x", 0.05, True, lambda f: _of(f.open_loop.get("50"), "p50")),
     Target("warm, 50 a second open loop, p99", "x", 0.30, True, lambda f: _of(f.open_loop.get("50"), "p99")),
     Target("throughput, 1 caller", "x", 3.5, False, _throughput("1")),
