@@ -95,16 +95,15 @@ class PidfdEnclosure:
                     self._lost = f"its memory could not be looked at: {error}"
                     self.kill()
                     return
-                await asyncio.sleep(_POLL_S)
-                continue
-            blind = 0
-            if used.count:
-                self._cpu_s = max(self._cpu_s or 0.0, used.cpu_s)
-                self._peak = max(self._peak or 0, used.resident_bytes)
-            if used.resident_bytes > memory_bytes:
-                self._over_memory = True
-                self.kill()
-                return
+            else:
+                blind = 0
+                if used.count:
+                    self._cpu_s = max(self._cpu_s or 0.0, used.cpu_s)
+                    self._peak = max(self._peak or 0, used.resident_bytes)
+                if used.resident_bytes > memory_bytes:
+                    self._over_memory = True
+                    self.kill()
+                    return
             await asyncio.sleep(_POLL_S)
 
     def _tree_usage(self) -> process.TreeUsage:

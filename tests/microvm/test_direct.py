@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from fumehood.guest.agent import FRAME
+from fumehood.linux import process
 from fumehood.tiers.microvm.direct import ENVIRONMENT, HEAD
 
 AGENT = """
@@ -87,13 +88,17 @@ class Guest:
 
     def close(self) -> None:
         """Let go: the agent ends when its stream does."""
+        left = []
+        for pid in process.descendants(self.process.pid):  # which do not end with it: it is no PID 1 here
+            with contextlib.suppress(ProcessLookupError):
+                left.append(process.pidfd_open(pid))
         self.end.close()
         self.control.close()
         self.process.wait(PATIENCE_S)
-        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):  # what a test's programs left
+        for pidfd in left:
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) == self.process.pid:
-                    os.kill(pid, signal.SIGKILL)
+                process.kill_pidfd(pidfd)
+            os.close(pidfd)
 
 
 def direct(

@@ -81,14 +81,15 @@ class Numbers(ctypes.Structure):
 def numbers(*, disk_bytes: int, files: int, rlimits: dict[str, int], touch: bool) -> bytes:
     """The word to go on, with a policy's numbers. 0 bytes or files is no bound.
 
-    ``rlimits`` has all of RLIMITS, or all but the last. Raises KeyError, and ValueError for what is too large.
+    ``rlimits`` has all of RLIMITS, or all but the last. Raises KeyError, and ValueError for what is negative or too
+    large.
     """
+    if min(disk_bytes, files, *rlimits.values()) < 0:
+        raise ValueError("a negative number is none of a limit")
     options = tmpfs_options(size_bytes=disk_bytes, inodes=files and files + len(_SCRATCH) + 1, mode="755", owner=UID)
     if len(options) >= _OPTIONS_BYTES:
         raise ValueError(f"too large: {options}")
     made = Numbers(GO, touch, options.encode())
-    if min(disk_bytes, files, *rlimits.values()) < 0:
-        raise ValueError("a negative number is none of a limit")
     for at, name in enumerate(RLIMITS[: len(rlimits)]):
         made.rlimits[at][:] = [rlimits[name]] * 2
     return bytes(made)
