@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,8 +263,10 @@ def test_outcomes_do_not_mix(tier_name: str, async_runner_factory: Factory) -> N
     }
 
     async def main() -> None:
-        wall_s = 15 if tier_name in AT_ONCE_BY_TIER else 5  # of twelve that share the processors, three of which spin
-        policy = Policy(limits=Limits(wall_s=wall_s, cpu_s=60, output_bytes=100_000), overflow="stop")
+        limits = Limits(wall_s=5, output_bytes=100_000)
+        if tier_name in AT_ONCE_BY_TIER:  # twelve share the processors, three of which spin
+            limits = replace(limits, wall_s=15, cpu_s=60)
+        policy = Policy(limits=limits, overflow="stop")
         async with async_runner_factory(policy) as runner:
             wanted = [item for item in programs.items() for _ in range(3)]
             got = await asyncio.gather(*(runner.run(Code(program)) for program, _ in wanted))

@@ -120,6 +120,18 @@ def test_the_next_is_made_after_a_run_and_used_once(lives: Callable[[Steps], Non
     lives(steps)
 
 
+def test_none_is_kept_that_was_due_in_the_moment_of_the_end(lives: Callable[[Steps], None]) -> None:
+    async def steps(tier: GvisorTier) -> None:
+        await once(tier)
+        assert tier._timer is not None and not tier._timer.cancelled()
+        tier._timer._run()  # its task has not begun when close() does
+        tier._timer.cancel()
+        await tier.close()
+        assert tier._ahead is None
+
+    lives(steps)
+
+
 def test_while_it_waits_nothing_of_a_guest_exists(lives: Callable[[Steps], None]) -> None:
     """What runs a guest's code is traced, and holds its memory; and its first word would be on the channel."""
 

@@ -161,10 +161,13 @@ class GvisorTier:
             if self._timer is not None:
                 self._timer.cancel()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_AHEAD_AFTER_S, lambda: self._do(self._make_ahead(shape)))
+            self._timer = loop.call_later(_AHEAD_AFTER_S, self._start_ahead, shape)
 
-    async def _make_ahead(self, shape: Shape) -> None:
-        closings = self._closings
+    def _start_ahead(self, shape: Shape) -> None:
+        # Counted here: close() may be called before the task has its first turn.
+        self._do(self._make_ahead(shape, self._closings))
+
+    async def _make_ahead(self, shape: Shape, closings: int) -> None:
         with contextlib.suppress(StartError):  # whoever needs one is told
             begun = await self._begin(shape, self._hierarchy, ahead=True)
             if self._ahead is None and self._closings == closings:
