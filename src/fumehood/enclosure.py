@@ -68,6 +68,7 @@ class PidfdEnclosure:
         self._counted = False
         self._hastened = False
         self._emptied = False
+        self._program_dead = False
         self.work_fd = -1
 
     def _died(self) -> None:
@@ -128,7 +129,7 @@ class PidfdEnclosure:
 
     def kill(self) -> None:
         """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
-        if not self._death.done():
+        if not self._death.done() and not self.over:
             process.kill_pidfd(self._pidfd)
             if self._group is not None and not self._hastened and not self._vacant():
                 self._hastened = True
@@ -136,6 +137,15 @@ class PidfdEnclosure:
                     self._group.let_off()
                 else:
                     self._group.hasten()
+
+    def program_ended(self) -> None:
+        """Whoever bore the program's process has waited for it, and kills a PID 1 that does nothing next."""
+        self._program_dead = True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left but a PID 1 that does nothing, and is being killed."""
+        return self._program_dead and self._vacant()
 
     def _vacant(self) -> bool:
         """Whether all that is left is a PID 1 that does nothing: the program's process was in the group and is gone."""

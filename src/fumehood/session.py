@@ -123,7 +123,7 @@ class GuestSandbox(GuestFiles):
         self._killed: str | None = None  # why nothing can run here any more
         self._fatal = ""
         self._written: dict[str, tuple[int, str]] = {}
-        self._closing: asyncio.Task[tuple[Artifact, ...]] | None = None
+        self._closing: asyncio.Future[tuple[Artifact, ...]] | None = None
         #: Whether the last exec cost the interpreter, and with it the state of earlier execs.
         self.interpreter_lost = False
         channel.subscribe(self._on_frame, self._on_lost)

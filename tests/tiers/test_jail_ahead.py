@@ -20,7 +20,7 @@ from fumehood.model import Code, Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
 from fumehood.tiers.jail.client import Request
 from fumehood.tiers.jail.controls import DATA, SINGLE, TERMINALS
-from fumehood.tiers.jail.tier import _HALF_AFTER_S, AHEAD, JailTier, Zygote
+from fumehood.tiers.jail.tier import _NEXT_AFTER_S, AHEAD, JailTier, Zygote
 
 BASE = Policy(limits=Limits(wall_s=20, open_files=100), env={"WHO": "base"})
 
@@ -116,6 +116,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
         async with AsyncRunner(tier=tier, policy=BASE) as one, AsyncRunner(tier=tier, policy=OTHERS["rlimit"]) as two:
             for _ in range(2):
                 await check(one, files=False)
+            await half_asked()
             assert tier._making or tier._ahead
             for _ in range(2):  # one that was still being made at the first is thrown away at the second
                 await check(two, files=False)
@@ -129,7 +130,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
 
 async def half_asked() -> None:
     """The next one's processes are asked for once a caller has the result."""
-    await asyncio.sleep(4 * _HALF_AFTER_S)
+    await asyncio.sleep(4 * _NEXT_AFTER_S)
 
 
 async def half_made(runner: AsyncRunner) -> tuple[JailTier, Zygote, Request]:

@@ -326,9 +326,9 @@ class Cgroup:
         return self._fd
 
     def keep_open(self) -> None:
-        """Have the files of :meth:`cpu_s` and :meth:`memory_peak_bytes` open until :meth:`remove`.
+        """Have the files of :meth:`cpu_s`, :meth:`memory_peak_bytes` and :meth:`vacant` open until :meth:`remove`.
 
-        Who reads them then looks up no path, which waits for whoever makes or removes a group anywhere. It takes two
+        Who reads them then looks up no path, which waits for whoever makes or removes a group anywhere. It takes three
         descriptors, none of them from the upper half of this process's table: without room nothing changes.
         """
         tree = self._tree
@@ -337,6 +337,7 @@ class Cgroup:
         files = (
             (tree._cpuacct, "cpuacct.usage" if v1 else "cpu.stat"),
             (peak, "memory.max_usage_in_bytes" if v1 else "memory.peak"),
+            (tree._pids, "pids.current"),
         )
         for branch, file in files:
             if branch is None or file in self._kept:
@@ -381,7 +382,7 @@ class Cgroup:
     def vacant(self) -> bool:
         """Whether no process is in the group, not even one that is dead and not yet waited for; False if unknown."""
         branch = self._tree._pids
-        return branch is not None and int(_get(branch.fd, f"{self.name}/pids.current")) == 0
+        return branch is not None and int(self._read(branch, "pids.current")) == 0
 
     def pids_denied(self) -> int:
         """Forks that failed with EAGAIN at ``pids``; 0 without a pids controller."""

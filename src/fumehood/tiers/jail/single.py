@@ -15,12 +15,14 @@ import signal
 import socket
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
+from fumehood.enclosure import PidfdEnclosure
 from fumehood.execs import Run, Stdin
 from fumehood.linux import process
-from fumehood.model import Code, Outcome, Program
+from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt
 from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.tier import Sink
 from fumehood.tiers.jail.client import Exit
@@ -42,7 +44,7 @@ _LONG_FLOOD_LOOKS = 100
 #: Where nobody wants output as it comes, it is left in the pipes until a look after the first time shows more than a
 #: little of it, and no longer than for both times: most programs end before, and then it is read at once, and nothing
 #: was waited for by itself. A program that fills a pipe at once waits for the look.
-_LOOK_S, _PATIENCE_S = 0.001, 0.003
+_LOOK_S, _PATIENCE_S = 0.002, 0.002
 _LITTLE_BYTES = 16 << 10
 
 _PROCESS_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, Linux 6.9
@@ -53,15 +55,44 @@ class SingleSandbox(GuestSandbox):
 
     guest_is_agent = False
 
+    def __init__(
+        self,
+        channel: SingleChannel,
+        enclosure: PidfdEnclosure,
+        policy: Policy,
+        receipt: Receipt,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(channel, enclosure, policy, receipt, env=env)
+        self._way = channel
+        self._around = enclosure
+
     def _begin(self, program: Program, stdin: Stdin, sink: Sink | None, last: bool, background: bool = False) -> Run:
         """As in GuestSandbox. Raises UnsupportedError for what only an agent could do, and for a second program."""
         if not isinstance(program, Code) or stdin.wanted:
             raise self._unsupported("standard input" if isinstance(program, Code) else "commands")
         if self._codes:
             raise self._unsupported("a second program")
-        if isinstance(self._channel, SingleChannel):
-            self._channel.patient = sink is None
+        self._way.patient = sink is None
         return super()._begin(program, stdin, sink, last, background)
+
+    async def _end(self, run: Run) -> None:
+        """As in GuestSandbox. Where all that could run is dead already, what is left to do can wait for close()."""
+        if self._around.over:
+            self._killed = self._killed or "it was for one program only"
+        else:
+            await super()._end(run)
+
+    async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
+        """As in GuestSandbox, and at once where there is nothing to wait for."""
+        if self._closing is None and out is None and self._around.over:
+            self._closing = self._loop.create_future()
+            self._closing.set_result(())
+            self._kill("close() was called")
+            await self._around.release()  # which waits for nothing, so that it cannot be cancelled
+            return ()
+        return await super().close(out=out)
 
     async def _ask(self, operation: str, *, body: bytes = b"", limit: int = 0, **fields: int) -> NoReturn:
         raise self._unsupported("files")

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ from fumehood.session import GuestSandbox
 from fumehood.threads import in_thread
 from fumehood.tier import Features, Probe, Sandbox, require
 from fumehood.tiers.jail import client, posture
-from fumehood.tiers.jail.client import AGENT, Guest, Request, Spawned, Zygote, ZygoteLostError
+from fumehood.tiers.jail.client import AGENT, Exit, Guest, Request, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.controls import DATA, REHEARSED, SINGLE, TERMINALS, numbers
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import program_env
@@ -39,7 +39,7 @@ _NAMES = itertools.count(1)
 
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
-_HALF_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
+_NEXT_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
 FEATURES = Features(
@@ -153,9 +153,18 @@ class JailTier:
         seat = await self._start(policy, warm, single=True)
         spawned = seat.spawned
         out, err = seat.pipes
-        channel = SingleChannel(
-            seat.end, out, err, spawned.program_fd, lambda told: seat.zygote.on_exit(spawned.ident, told)
-        )
+        if warm:
+            seat.enclosure.expect_usage()
+
+        def on_exit(told: Callable[[Exit | None], object]) -> None:
+            def ended(how: Exit | None) -> None:
+                if how is not None:
+                    seat.enclosure.program_ended()
+                told(how)
+
+            seat.zygote.on_exit(spawned.ident, ended)
+
+        channel = SingleChannel(seat.end, out, err, spawned.program_fd, on_exit)
         return SingleSandbox(channel, seat.enclosure, self._watched(policy), seat.receipt, env=program_env())
 
     def _watched(self, policy: Policy) -> Policy:
@@ -289,15 +298,19 @@ class JailTier:
         )
 
     def _after(self, zygote: Zygote, spawned: Spawned, flags: int) -> None:
-        """A sandbox is over: forget it, and make the one that was wished for."""
+        """A sandbox is over: forget it. When the caller has the result, the next ones are made."""
         zygote.forget(spawned.ident)
         self._live -= 1
+        asyncio.get_running_loop().call_later(_NEXT_AFTER_S, self._make_next, zygote, flags)
+
+    def _make_next(self, zygote: Zygote, flags: int) -> None:
+        """Make the sandbox that was wished for, and the processes of one more."""
         wish, self._wish = self._wish, None
         while wish is not None and len(self._ahead) + self._making < AHEAD and not self._closed:
             self._making += 1
             self._spawn_task(self._make_ahead(*wish, idle=self._live <= len(self._ahead) + 1))
         if flags & SINGLE:
-            asyncio.get_running_loop().call_later(_HALF_AFTER_S, self._make_half, zygote, flags)
+            asyncio.get_running_loop().call_soon(self._make_half, zygote, flags)  # after those have taken what is there
 
     def _make_half(self, zygote: Zygote, flags: int) -> None:
         """Ask for the processes of the next sandbox, whatever its limits will be: they come with the word to go on."""
@@ -328,6 +341,10 @@ class JailTier:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
         self._graves.append(group)
         if len(self._graves) == 1:
+            asyncio.get_running_loop().call_later(_NEXT_AFTER_S, self._begin_to_dig)
+
+    def _begin_to_dig(self) -> None:
+        if self._graves:
             self._spawn_task(self._dig())
 
     async def _dig(self) -> None:
@@ -467,6 +484,7 @@ class JailTier:
                 await asyncio.wait(tuple(self._tasks))
             if self._ahead:
                 await self._ahead.popleft().discard()
+        await self._dig()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
         for zygote in tuple(self._halves):
