@@ -69,6 +69,8 @@ class PidfdEnclosure:
         self._hastened = False
         self._emptied = False
         self._program_dead = False
+        #: Whether all that is left of the program is one thread that has been killed, and may not be dead yet.
+        self.doomed = False
         self.work_fd = -1
 
     def _died(self) -> None:
@@ -129,7 +131,7 @@ class PidfdEnclosure:
 
     def kill(self) -> None:
         """SIGKILL to PID 1 of the sandbox: the kernel kills all in its PID namespace with it."""
-        if not self._death.done() and not self.over:
+        if not self._death.done() and not self.over and not self.doomed:
             process.kill_pidfd(self._pidfd)
             if self._group is not None and not self._hastened and not self._vacant():
                 self._hastened = True
@@ -147,11 +149,30 @@ class PidfdEnclosure:
         """Whether nothing is left but a PID 1 that does nothing, and is being killed."""
         return self._program_dead and self._vacant()
 
+    def end_program(self, program_fd: int) -> bool:
+        """Kill the program's process, which says that it ends; whether that was all, so that nothing of it runs on.
+
+        Where others of the program's are left, or the kernel has killed one for memory, its end is waited for instead.
+        """
+        group = self._group
+        if group is None:
+            return False
+        try:
+            if group.tasks() != 1 or group.oom_kills():
+                return False
+            # Who is sent SIGKILL makes no other process (copy_process() in kernel/fork.c); and who was not waited for
+            # yet is one of those counted before, so that there is no other.
+            killed = process.kill_pidfd(program_fd)
+            self.doomed = killed and group.tasks() == 1 and process.kill_pidfd(program_fd, 0)
+        except OSError:
+            return False
+        return self.doomed
+
     def _vacant(self) -> bool:
         """Whether all that is left is a PID 1 that does nothing: the program's process was in the group and is gone."""
         if self._program and self._group is not None and not self._emptied:
             try:
-                self._emptied = self._group.vacant()
+                self._emptied = self._group.tasks() == 0
             except OSError:
                 pass
         return self._emptied

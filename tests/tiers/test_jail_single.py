@@ -10,9 +10,12 @@ import errno
 import itertools
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from fumehood.model import Code, Command, Limits, MiB, Outcome, Policy, Result
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tiers.jail import client, runtime, single
 from fumehood.tiers.jail.client import Zygote
-from fumehood.tiers.jail.tier import JailTier
+from fumehood.tiers.jail.tier import JailTier, _found
 
 POLICY = Policy(limits=Limits(wall_s=20, memory_bytes=128 * MiB, pids=40, output_bytes=4 * MiB))
 
@@ -43,11 +46,19 @@ async def a_single(policy: Policy = POLICY, *, cgroups: bool = True) -> AsyncIte
     try:
         yield sandbox
         await sandbox.close()
+        await left(tier)
         assert len(os.listdir("/proc/self/fd")) < before
         assert tier._live == 0
         assert not next(iter(tier._zygotes.values())).lost
     finally:
         await tier.close()
+
+
+async def left(tier: JailTier) -> None:
+    """Until what close() did not wait for is gone."""
+    async with asyncio.timeout(20):
+        while tier._tasks:
+            await asyncio.wait(tuple(tier._tasks))
 
 
 def run(code: str | bytes, *, policy: Policy = POLICY, cgroups: bool = True) -> Result:
@@ -96,6 +107,206 @@ def test_the_end_is_the_main_process_own(end: str) -> None:
     code, status = ENDS[end]
     result = run(code)
     assert (result.outcome, result.exit_code) == (Outcome.EXITED if status >= 0 else Outcome.SIGNALED, status)
+
+
+# --- its end, told before its process is dead (docs/decisions/0013)
+
+MARK = "import os, signal, threading, time\ndef mark(status=3):\n    os.fchmod(2, 0o1000 | status)\n    os.close(2)\n"
+
+
+@dataclass
+class Told:
+    """What a run's result was, and whether it was told before its process was dead."""
+
+    result: Result
+    early: bool
+    seconds: float
+
+
+def tell(code: str, *, policy: Policy = POLICY) -> Told:
+    """One program, whose processes are watched: when it is told none of them runs, and soon none is there."""
+    need_group()
+
+    async def main() -> Told:
+        async with a_single(policy) as sandbox:
+            around = sandbox._around
+            pid = around._program
+            started = time.monotonic()
+            result = await asyncio.wait_for(sandbox.exec(Code(code), last=True), policy.limits.wall_s + 5)
+            seconds = time.monotonic() - started
+            assert dies(pid)
+            assert around.over or around.doomed
+            assert around._group is not None and around._group.tasks() in (0, 1)
+            return Told(result, around.doomed, seconds)
+
+    return asyncio.run(main())
+
+
+def dies(pid: int) -> bool:
+    """Whether a process is dead, or has a signal that it cannot refuse."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii") as file:
+            fields = {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    killed = (int(fields["ShdPnd"], 16) | int(fields["SigPnd"], 16)) & 1 << 8
+    return bool(killed) or fields["State"][0] in "ZX" or "VmSize" not in fields
+
+
+def need_group() -> None:
+    """Skip where no cgroup of this user's counts tasks: the end is waited for there, as the tests above have it."""
+    if "pids" not in _found().hard:
+        pytest.skip("no cgroup here counts tasks")
+
+
+#: Programs that end by themselves, and their exit codes.
+ORDINARY = {
+    "pass": ("pass", 0),
+    "a number": ("raise SystemExit(77)", 77),
+    "an error": ("1 / 0", 1),
+    "output": ("print('x' * 1_000_000)\nimport sys\nprint('y' * 300_000, file=sys.stderr)", 0),
+    "at exit": ("import atexit\natexit.register(print, 'last')\nprint('first')", 0),
+    "a thread that is over": ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", 0),
+    "a child that was waited for": ("import os\nos.fork() or os._exit(0)\nos.wait()", 0),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_program_that_ends_by_itself_is_told_as_it_ended(name: str) -> None:
+    code, status = ORDINARY[name]
+    told = tell(code)
+    assert (told.result.outcome, told.result.exit_code) == (Outcome.EXITED, status)
+    usage = told.result.usage
+    assert usage.cpu_s is not None and usage.cpu_s > 0 and usage.memory_peak_bytes
+    if name == "output":
+        assert told.result.stdout == "x" * 1_000_000 + "\n" and told.result.stderr == "y" * 300_000 + "\n"
+    elif name == "at exit":
+        assert told.result.stdout == "first\nlast\n"
+
+
+def test_most_ends_are_told_before_the_process_is_dead() -> None:
+    """Unless the host comes to look so late that it is dead by then."""
+    assert sum(tell("pass").early for _ in range(20)) >= 5
+
+
+def test_whoever_says_that_it_ends_has_ended() -> None:
+    """A program that does what ours does at its end, and goes on, is killed; it says no more."""
+    told = tell(MARK + "os.write(1, b'before')\nmark()\nwhile True:\n    os.write(1, b'.')")
+    assert (told.result.outcome, told.result.exit_code) == (Outcome.EXITED, 3)
+    assert told.result.stdout.rstrip(".") == "before" and told.seconds < POLICY.limits.wall_s / 2
+
+
+def test_whoever_says_that_it_ends_while_it_forks_without_end_leaves_nobody() -> None:
+    policy = replace(POLICY, limits=replace(POLICY.limits, wall_s=3))
+    code = MARK + "mark()\nwhile True:\n    try:\n        pid = os.fork()\n    except OSError:\n        continue\n"
+    code += "    if pid:\n        os._exit(0)"
+    for _ in range(10):
+        told = tell(code, policy=policy)
+        assert told.result.outcome in (Outcome.EXITED, Outcome.SIGNALED, Outcome.WALL)
+
+
+#: What keeps a sandbox alive beside the process that says that it ends.
+BESIDE = {
+    "a child": "if os.fork() == 0:\n    time.sleep(60)\n",
+    "a dead child": "if os.fork() == 0:\n    os._exit(0)\ntime.sleep(0.1)\n",
+    "a grandchild in a session of its own": (
+        "if os.fork() == 0:\n    os.setsid()\n    os.fork() and os._exit(0)\n    time.sleep(60)\nos.wait()\n"
+    ),
+    "a thread": "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_while_anything_else_is_left_the_true_end_is_waited_for(beside: str) -> None:
+    code = MARK + BESIDE[beside].replace("fork() == 0:\n", "fork() == 0:\n    os.close(2)\n", 1)
+    told = tell(code + "mark(9)\ntime.sleep(0.3)\nos._exit(5)")
+    assert not told.early and told.seconds >= 0.3
+    assert (told.result.outcome, told.result.exit_code) == (Outcome.EXITED, 5)
+
+
+def test_a_limit_that_kills_is_not_hidden_by_a_word_said_before() -> None:
+    told = tell(MARK + "os.fchmod(2, 0o1000)\nb = []\nwhile True: b.append(bytearray(4 << 20))")
+    assert told.result.outcome is Outcome.MEMORY and not told.early
+
+
+def test_a_program_without_stderr_ends_as_it_does() -> None:
+    told = tell(MARK + "os.close(2)\ntime.sleep(0.3)\nraise SystemExit(5)")
+    assert not told.early and told.seconds >= 0.3 and told.result.exit_code == 5
+    told = tell(MARK + "os.fchmod(2, 0o777)\nos.close(2)\ntime.sleep(0.3)\nos._exit(6)")
+    assert not told.early and told.seconds >= 0.3 and told.result.exit_code == 6
+
+
+def test_stderr_that_another_holds_does_not_tell() -> None:
+    told = tell(MARK + "if os.fork() == 0:\n    time.sleep(60)\nraise SystemExit(5)")
+    assert not told.early and told.result.exit_code == 5
+    told = tell(MARK + "os.dup(2)\nmark()\ntime.sleep(0.3)\nos._exit(6)")  # then it has said two things
+    assert told.seconds >= 0.3 and told.result.exit_code in (3, 6)
+
+
+@pytest.mark.parametrize("end", ["os._exit(7)", "os.kill(os.getpid(), 15)", "raise SystemExit(7)"])
+def test_a_forked_child_that_comes_to_our_end_says_nothing(end: str) -> None:
+    told = tell(MARK + f"if os.fork() == 0:\n    raise SystemExit(4)\nos.wait()\n{end}")
+    assert told.result.exit_code == (-15 if "kill" in end else 7)
+
+
+def test_a_file_in_the_place_of_stderr_is_left_alone(tmp_path: Path) -> None:
+    """Its mode is the program's own: as an ordinary user, one that does not let it be read would lose the artifact."""
+    need_tier("jail")
+    code = "import os, sys\nfd = os.open('log', os.O_CREAT | os.O_WRONLY, 0o640)\nos.dup2(fd, 2)\nos.close(fd)\n"
+    with Runner(tier="jail") as runner:
+        result = runner.run(code + "print('told', file=sys.stderr)", out=tmp_path)
+    assert result.ok and [a.path for a in result.artifacts] == ["log"] and not result.artifacts[0].skipped
+    assert (tmp_path / "log").read_text() == "told\n"
+
+
+def test_a_tier_that_closes_waits_for_what_is_dying() -> None:
+    async def main() -> None:
+        need_tier("jail")
+        need_group()
+        tier = JailTier()
+        pids = []
+        for _ in range(10):
+            sandbox = await tier.create_single(POLICY)
+            assert isinstance(sandbox, single.SingleSandbox)
+            pids.append(sandbox._around._program)
+            await sandbox.exec(Code("x = bytearray(50 << 20)"), last=True)
+            await sandbox.close()
+            await sandbox.close()
+        await tier.close()
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+    asyncio.run(main())
+
+
+def test_no_more_than_a_few_are_left_to_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_group()
+    monkeypatch.setattr("fumehood.tiers.jail.tier._LEFT_MAX", 0)
+
+    async def main() -> None:
+        async with a_single() as sandbox:
+            await sandbox.exec(Code("pass"), last=True)
+            await sandbox.close()
+            assert not os.path.exists(f"/proc/{sandbox._around._program}")
+
+    asyncio.run(main())
+
+
+def test_a_zygote_that_dies_meanwhile_takes_it_along() -> None:
+    async def main() -> None:
+        need_tier("jail")
+        need_group()
+        tier = JailTier()
+        sandbox = await tier.create_single(POLICY)
+        assert isinstance(sandbox, single.SingleSandbox)
+        await sandbox.exec(Code("x = bytearray(50 << 20)"), last=True)
+        (zygote,) = tier._zygotes.values()
+        os.kill(zygote.pid, signal.SIGKILL)
+        await sandbox.close()
+        await left(tier)
+        assert not os.path.exists(f"/proc/{sandbox._around._program}")
+        await tier.close()
+
+    asyncio.run(main())
 
 
 def test_what_executed_another_program_and_ended_while_others_began_has_its_status(
@@ -290,6 +501,7 @@ NAMES = ["<agent>", "", "a\0b", "a\nb", "ä😀" * 200, "a\udc80b"]
 def test_a_name_is_shown_as_by_an_agent(name: str) -> None:
     async def main() -> None:
         need_tier("jail")
+        need_group()
         tier = JailTier()
         shown = []
         for create in (tier.create, tier.create_single):
@@ -506,7 +718,13 @@ def test_output_that_nobody_wants_as_it_comes_is_left_in_the_pipes(
     need_tier("jail")
     listened: list[int] = []
     listen = single.SingleChannel._listen
-    monkeypatch.setattr(single.SingleChannel, "_listen", lambda self, fd: (listened.append(fd), listen(self, fd))[1])
+
+    def note(self: single.SingleChannel, fd: int) -> None:
+        if self._pipes[fd] == "out":  # the other's end is the program's
+            listened.append(fd)
+        listen(self, fd)
+
+    monkeypatch.setattr(single.SingleChannel, "_listen", note)
     monkeypatch.setattr(single, "_PATIENCE_S", 0.05 if seconds else 60.0)
     monkeypatch.setattr(single, "_LITTLE_BYTES", 1 << 20)
     program = f"import sys, time\nprint('out' * 9)\ntime.sleep({seconds})\nprint('err', file=sys.stderr)\n"
@@ -514,10 +732,11 @@ def test_output_that_nobody_wants_as_it_comes_is_left_in_the_pipes(
     with Runner(tier=JailTier()) as runner:
         result = runner.run(program + f"print('x' * {size})")
         assert (result.stdout, result.stderr) == ("out" * 9 + "\n" + "x" * size + "\n", "err\n")
-        assert len(listened) == (2 if seconds else 0)
+        before = len(listened)
+        assert before == (1 if seconds else 0)
         came: list[str] = []
         runner.run("print(1)", sink=lambda stream, data: came.append(stream))
-        assert came and len(listened) >= 2  # who wants it as it comes has it so
+        assert came and len(listened) > before  # who wants it as it comes has it so
 
 
 def test_every_program_has_the_same_environment_below_the_policys() -> None:

@@ -326,9 +326,9 @@ class Cgroup:
         return self._fd
 
     def keep_open(self) -> None:
-        """Have the files of :meth:`cpu_s`, :meth:`memory_peak_bytes` and :meth:`vacant` open until :meth:`remove`.
+        """Have the files of what is read at a program's end open until :meth:`remove`: usage, tasks, kills for memory.
 
-        Who reads them then looks up no path, which waits for whoever makes or removes a group anywhere. It takes three
+        Who reads them then looks up no path, which waits for whoever makes or removes a group anywhere. It takes four
         descriptors, none of them from the upper half of this process's table: without room nothing changes.
         """
         tree = self._tree
@@ -338,6 +338,7 @@ class Cgroup:
             (tree._cpuacct, "cpuacct.usage" if v1 else "cpu.stat"),
             (peak, "memory.max_usage_in_bytes" if v1 else "memory.peak"),
             (tree._pids, "pids.current"),
+            (tree._memory, "memory.oom_control" if v1 else "memory.events"),
         )
         for branch, file in files:
             if branch is None or file in self._kept:
@@ -377,12 +378,12 @@ class Cgroup:
         if branch is None:
             return 0
         file = "memory.oom_control" if self._tree.version == 1 else "memory.events"
-        return _field(_get(branch.fd, f"{self.name}/{file}"), b"oom_kill")
+        return _field(self._read(branch, file), b"oom_kill")
 
-    def vacant(self) -> bool:
-        """Whether no process is in the group, not even one that is dead and not yet waited for; False if unknown."""
+    def tasks(self) -> int | None:
+        """How many threads are in the group, with those that are dead and not yet waited for; None if unknown."""
         branch = self._tree._pids
-        return branch is not None and int(self._read(branch, "pids.current")) == 0
+        return None if branch is None else int(self._read(branch, "pids.current"))
 
     def pids_denied(self) -> int:
         """Forks that failed with EAGAIN at ``pids``; 0 without a pids controller."""

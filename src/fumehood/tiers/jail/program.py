@@ -13,7 +13,9 @@ On the socket from the host::
     host -> here    HEAD, name, environment, code
     here -> host    the end of the stream; or FAILED, if there was no memory for that
 
-Nothing of it is open any more when the program runs: it finds descriptors 0 to 2.
+Nothing of it is open any more when the program runs: it finds descriptors 0 to 2. When the interpreter has finalized,
+the exit status is left in the permission bits of the pipe that is stderr, and that is closed: the host need not wait
+until the kernel has taken the process apart. See docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ if TYPE_CHECKING:
 HEAD = struct.Struct("!HII")
 
 SEALED, FAILED = b"S", b"F"  # as in fumehood.enclosure, which is not loaded here
+#: The sticky bit of the pipe's mode says that its other low bits are the exit status.
+ENDED, STATUS_MASK = 0o1000, 0xFF
 ENTER = b"0"  # as in fumehood.linux.cgroup
 _ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
+_KIND, _PIPE = 0o170000, 0o010000  # S_IFMT, S_IFIFO
 _NUMBERS_BYTES = ctypes.sizeof(Numbers)
 _FIRST_BYTES = 32 << 10  # most programs, and less than what malloc(3) would map and unmap
 #: After so many the interpreter has nothing left to adapt.
@@ -111,6 +116,8 @@ def serve(end: socket.socket, box: Box) -> int:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
     module = agent.fresh_interpreter()
+    me = os.getpid()
+    gc.freeze()  # what was made since the zygote's, so that the collection at the end looks at the program's alone
     try:
         name, env, code = receive(end)
     except MemoryError:
@@ -124,7 +131,20 @@ def serve(end: socket.socket, box: Box) -> int:
     except KeyboardInterrupt:  # it came between the program's end and ours
         status = agent.EXIT_INTERRUPTED
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
-    return agent.finalize(status, module.__dict__)
+    status = agent.finalize(status, module.__dict__)
+    if os.getpid() == me:  # and not a child that the program has forked
+        say_end(2, status)
+    return status
+
+
+def say_end(fd: int, status: int) -> None:
+    """Leave the exit status where the host looks once stderr is closed, and close it."""
+    try:
+        if os.fstat(fd).st_mode & _KIND == _PIPE:  # and not a file that the program has put in its place
+            os.fchmod(fd, ENDED | status & STATUS_MASK)
+            os.close(fd)
+    except OSError:
+        pass  # the program closed it
 
 
 def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
@@ -161,6 +181,9 @@ def practise() -> None:
         ours.send(HEAD.pack(1, len(env), 1) + b"x" + env + b"x")
         agent.set_environment(receive(theirs)[1])
         rehearse()
+        reading, writing = os.pipe()
+        say_end(writing, 0)
+        os.close(reading)
     ours.close()
     theirs.close()
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

@@ -2,7 +2,8 @@
 
 There is no agent in it. :class:`SingleChannel` does on this side what an agent would do on the other, and speaks its
 frames, so that limits, outcomes and receipts are :class:`fumehood.session.GuestSandbox`'s as everywhere. From inside
-come bytes of output and nothing else: there is no message of the guest's to be believed or parsed.
+come bytes of output, and at the end an exit status in the mode of a pipe: there is no message of the guest's to be
+parsed, and nothing to be believed, since that word is the process's last (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fumehood.model import Artifact, Code, Outcome, Policy, Program, Receipt
 from fumehood.session import GRACE_S, GuestSandbox
 from fumehood.tier import Sink
 from fumehood.tiers.jail.client import Exit
-from fumehood.tiers.jail.program import HEAD
+from fumehood.tiers.jail.program import ENDED, HEAD, STATUS_MASK
 from fumehood.wire import ChannelClosed, Header, Link, OnFrame, OnLost
 
 _READ_BYTES = 64 << 10  # what a pipe holds by default, pipe(7)
@@ -63,10 +64,16 @@ class SingleSandbox(GuestSandbox):
         receipt: Receipt,
         *,
         env: Mapping[str, str] | None = None,
+        leave: Callable[[asyncio.Future[tuple[Artifact, ...]]], bool] = lambda closing: False,
     ) -> None:
+        """``leave`` says whether close() may return before a process that was killed is dead, and waits for that."""
         super().__init__(channel, enclosure, policy, receipt, env=env)
         self._way = channel
         self._around = enclosure
+        self._leave = leave
+        self._leaving: asyncio.Future[None] | None = None
+        self._left: asyncio.Future[tuple[Artifact, ...]] | None = None  # what close() has not waited for
+        channel.on_gone = self._gone
 
     def _begin(self, program: Program, stdin: Stdin, sink: Sink | None, last: bool, background: bool = False) -> Run:
         """As in GuestSandbox. Raises UnsupportedError for what only an agent could do, and for a second program."""
@@ -78,21 +85,37 @@ class SingleSandbox(GuestSandbox):
         return super()._begin(program, stdin, sink, last, background)
 
     async def _end(self, run: Run) -> None:
-        """As in GuestSandbox. Where all that could run is dead already, what is left to do can wait for close()."""
-        if self._around.over:
+        """As in GuestSandbox. Where nothing can run any more, what is left to do can wait for close()."""
+        if self._around.over or self._around.doomed:
             self._killed = self._killed or "it was for one program only"
         else:
             await super()._end(run)
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
-        """As in GuestSandbox, and at once where there is nothing to wait for."""
-        if self._closing is None and out is None and self._around.over:
-            self._closing = self._loop.create_future()
-            self._closing.set_result(())
-            self._kill("close() was called")
-            await self._around.release()  # which waits for nothing, so that it cannot be cancelled
-            return ()
+        """As in GuestSandbox, and at once where there is nothing to wait for, or somebody else does."""
+        if self._closing is None and out is None:
+            closing: asyncio.Future[tuple[Artifact, ...]] = self._loop.create_future()
+            if self._around.over:
+                self._closing = closing
+                await self._let_go(closing)
+                return ()
+            if self._around.doomed and self._leave(closing):
+                self._closing = self._left = closing
+                return ()
         return await super().close(out=out)
+
+    def _gone(self) -> None:
+        """The program's process has been waited for, or who would do that is lost."""
+        if self._left is not None and not self._left.done():
+            self._leaving = asyncio.ensure_future(self._let_go(self._left))
+
+    async def _let_go(self, closing: asyncio.Future[tuple[Artifact, ...]]) -> None:
+        """Release everything. Waits for nothing, and so cannot be cancelled, where all is over."""
+        self._kill("close() was called")
+        try:
+            await self._clean_up(None)
+        finally:
+            closing.set_result(())
 
     async def _ask(self, operation: str, *, body: bytes = b"", limit: int = 0, **fields: int) -> NoReturn:
         raise self._unsupported("files")
@@ -109,7 +132,9 @@ class SingleChannel(Link):
     """The way to a sandbox without an agent, which cannot make us queue anything.
 
     Owns ``end`` (the socket), ``out`` and ``err`` (reading ends of the pipes) and ``program_fd`` (the pidfd of the
-    program's process). ``on_exit`` is called once with whom to tell that process's end. Made inside a running loop.
+    program's process). ``on_exit`` is called once with whom to tell that process's end; ``on_gone`` then, if
+    that of the program was told before. ``end_program`` kills a process that says that it ends, by its pidfd, and says
+    whether nothing runs then. Made inside a running loop.
     """
 
     def __init__(
@@ -119,10 +144,15 @@ class SingleChannel(Link):
         err: int,
         program_fd: int,
         on_exit: Callable[[Callable[[Exit | None], object]], object],
+        end_program: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__()
+        self._end_program = end_program
+        self._told = False  # before the process is dead
+        self.on_gone: Callable[[], object] = lambda: None
         self._end: socket.socket | None = end
         self._pipes = {out: "out", err: "err"}
+        self._err = err
         self._counts = {"out": 0, "err": 0}
         self._listened: set[int] = set()
         self.patient = False  # nobody wants output as it comes
@@ -168,6 +198,8 @@ class SingleChannel(Link):
             self._complete = not header["more"]
             if self.patient:
                 self._later = self._loop.call_later(_LOOK_S, self._look)
+                if self._end_program is not None:
+                    self._listen(self._err)
             else:
                 self._listen_to_all()
         elif operation == "more":
@@ -238,6 +270,8 @@ class SingleChannel(Link):
             self._throw_away(fd)
         elif not self._read(fd):
             self._ignore(fd)
+            if fd == self._err:
+                self._closed()
 
     def _read(self, fd: int) -> int:
         """Pass on what is there, at most _READ_BYTES; how many bytes it was, -1 if nothing was there, 0 at the end."""
@@ -277,6 +311,9 @@ class SingleChannel(Link):
 
     def _exited(self, ended: Exit | None) -> None:
         """The program's process is dead, so what it wrote is in the pipes, whoever else still writes to them."""
+        if self._told:
+            self.on_gone()
+            return
         if self.lost is not None:
             return
         if self._ident is not None and not self._taken(dead=ended is not None):
@@ -295,13 +332,24 @@ class SingleChannel(Link):
             self._let_go()
             self._on_lost(why)
             return
+        self._finish(os.waitstatus_to_exitcode(status))
+
+    def _closed(self) -> None:
+        """Stderr has no writer left: perhaps the process has said before that it ends. Then that is all of it."""
+        if self._end_program is None or self._ident is None or self._outbox or not self._complete or self._told:
+            return
+        mode = os.fstat(self._err).st_mode
+        if mode & ENDED and self._end_program(self._program_fd):
+            self._told = True
+            self._finish(mode & STATUS_MASK)
+
+    def _finish(self, code: int) -> None:
         for fd in self._pipes:
             left = 2 * _PIPE_MAX
             while left > 0 and (got := self._read(fd)) > 0:
                 left -= got
                 if self.lost is not None:
                     return
-        code = os.waitstatus_to_exitcode(status)
         done: Header = {"op": "done", "id": self._ident, "status": code, "overflow": False, "lost": True}
         self._on_frame(done | {f"{stream}_bytes": count for stream, count in self._counts.items()}, b"")
 

@@ -39,6 +39,7 @@ _NAMES = itertools.count(1)
 
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
+_LEFT_MAX = 16
 _NEXT_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
@@ -103,7 +104,7 @@ class JailTier:
         self._wish: tuple[Kind, Policy] | None = None
         self._making = 0
         self._live = 0  # sandboxes that exist, those made ahead included
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._halves: dict[Zygote, tuple[int, Request]] = {}  # sandboxes that wait for their limits, with their flags
         self._graves: list[Cgroup] = []  # empty, to be removed
         self._closed = False
@@ -164,8 +165,18 @@ class JailTier:
 
             seat.zygote.on_exit(spawned.ident, ended)
 
-        channel = SingleChannel(seat.end, out, err, spawned.program_fd, on_exit)
-        return SingleSandbox(channel, seat.enclosure, self._watched(policy), seat.receipt, env=program_env())
+        enclosure = seat.enclosure
+        channel = SingleChannel(seat.end, out, err, spawned.program_fd, on_exit, enclosure.end_program)
+        watched = self._watched(policy)
+        return SingleSandbox(channel, enclosure, watched, seat.receipt, env=program_env(), leave=self._leave)
+
+    def _leave(self, closing: asyncio.Future[Any]) -> bool:
+        """Whether a sandbox may go beside what runs, for :meth:`close` to wait for: few at a time."""
+        if len(self._tasks) >= _LEFT_MAX:
+            return False
+        self._tasks.add(closing)
+        closing.add_done_callback(self._tasks.discard)
+        return True
 
     def _watched(self, policy: Policy) -> Policy:
         """The policy whose limits the supervisor watches: all of it, but for what a test switched off."""
