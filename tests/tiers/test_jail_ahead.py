@@ -18,6 +18,7 @@ from support.residue import Look
 from fumehood.linux.process import pid_of_pidfd
 from fumehood.model import Code, Limits, MiB, Policy
 from fumehood.runner import AsyncRunner
+from fumehood.tier import Tier
 from fumehood.tiers.jail.client import Request
 from fumehood.tiers.jail.controls import DATA, SINGLE, TERMINALS
 from fumehood.tiers.jail.tier import _NEXT_AFTER_S, AHEAD, JailTier, Zygote
@@ -116,7 +117,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
         async with AsyncRunner(tier=tier, policy=BASE) as one, AsyncRunner(tier=tier, policy=OTHERS["rlimit"]) as two:
             for _ in range(2):
                 await check(one, files=False)
-            await half_asked()
+            await half_asked(tier)
             assert tier._making or tier._ahead
             for _ in range(2):  # one that was still being made at the first is thrown away at the second
                 await check(two, files=False)
@@ -128,8 +129,11 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
     asyncio.run(main())
 
 
-async def half_asked() -> None:
-    """The next one's processes are asked for once a caller has the result."""
+async def half_asked(tier: Tier) -> None:
+    """The next one's processes are asked for once a caller has the result, and the process of the last is dead."""
+    assert isinstance(tier, JailTier)
+    while tier._tasks:
+        await asyncio.wait(tuple(tier._tasks))
     await asyncio.sleep(4 * _NEXT_AFTER_S)
 
 
@@ -138,7 +142,7 @@ async def half_made(runner: AsyncRunner) -> tuple[JailTier, Zygote, Request]:
     tier = runner.tier
     assert isinstance(tier, JailTier)
     await check(runner, files=False)
-    await half_asked()
+    await half_asked(tier)
     (zygote,) = tier._zygotes.values()
     flags, half = tier._halves[zygote]  # of an idle tier, so it has gone through a run
     assert flags & ~(DATA | TERMINALS) == SINGLE
@@ -163,7 +167,7 @@ def test_a_sandbox_made_halfway_takes_any_limits(
             await check(two, files=True)  # that one has an agent, and is asked for by itself
             assert tier._halves[zygote][1] is half and zygote._next == asked + 1
             await check(two, files=False)
-            await half_asked()
+            await half_asked(tier)
             assert half.taken and half.end.fileno() == -1  # by that run, or let go of in favour of its kind
             assert zygote._next == asked + 2 + (difference == "terminals")  # one for the next, and perhaps its own
 
@@ -177,11 +181,11 @@ def test_a_sandbox_made_halfway_on_an_idle_machine_has_gone_through_a_run(monkey
 
     async def faults_after(runner: AsyncRunner, beside: Awaitable[object] | None) -> int:
         """Of the process that was made after a run, from the time when it waits."""
-        await half_asked()
+        await half_asked(runner.tier)
         for zygote in tuple(runner.tier._halves):  # type: ignore[attr-defined]
             runner.tier._drop_half(zygote)  # type: ignore[attr-defined]
         await check(runner, files=False) if beside is None else await asyncio.gather(check(runner, files=False), beside)
-        await half_asked()
+        await half_asked(runner.tier)
         (zygote,) = runner.tier._zygotes.values()  # type: ignore[attr-defined]
         _, half = runner.tier._halves[zygote]  # type: ignore[attr-defined]
         await asyncio.wait([half.future])
