@@ -132,8 +132,8 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
 async def half_asked(tier: Tier) -> None:
     """The next one's processes are asked for once a caller has the result, and the process of the last is dead."""
     assert isinstance(tier, JailTier)
-    while tier._tasks:
-        await asyncio.wait(tuple(tier._tasks))
+    while waiting := {*tier._tasks, *tier._leaving}:
+        await asyncio.wait(waiting)
     await asyncio.sleep(4 * _NEXT_AFTER_S)
 
 

@@ -57,8 +57,8 @@ async def a_single(policy: Policy = POLICY, *, cgroups: bool = True) -> AsyncIte
 async def left(tier: JailTier) -> None:
     """Until what close() did not wait for is gone."""
     async with asyncio.timeout(20):
-        while tier._tasks:
-            await asyncio.wait(tuple(tier._tasks))
+        while waiting := {*tier._tasks, *tier._leaving}:
+            await asyncio.wait(waiting)
 
 
 def run(code: str | bytes, *, policy: Policy = POLICY, cgroups: bool = True) -> Result:
@@ -291,20 +291,29 @@ def test_no_more_than_a_few_are_left_to_die(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(main())
 
 
-def test_a_zygote_that_dies_meanwhile_takes_it_along() -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_zygote_that_dies_or_stops_meanwhile_holds_up_nobody(how: signal.Signals, noticed: bool) -> None:
     async def main() -> None:
         need_tier("jail")
         need_group()
         tier = JailTier()
         sandbox = await tier.create_single(POLICY)
         assert isinstance(sandbox, single.SingleSandbox)
-        await sandbox.exec(Code("x = bytearray(50 << 20)"), last=True)
         (zygote,) = tier._zygotes.values()
-        os.kill(zygote.pid, signal.SIGKILL)
-        await sandbox.close()
-        await left(tier)
-        assert not os.path.exists(f"/proc/{sandbox._around._program}")
-        await tier.close()
+        pids = [zygote.pid, *process.descendants(zygote.pid)]
+        await sandbox.exec(Code("x = bytearray(50 << 20)"), last=True)
+        for pid in pids:
+            if pid not in (sandbox._around.pid, sandbox._around._program):
+                os.kill(pid, how)
+        if noticed:  # by the event loop, before close() is called
+            await asyncio.sleep(0.1)
+        await asyncio.wait_for(sandbox.close(), 20)
+        await asyncio.wait_for(tier.close(), 20)
+        assert not tier._leaving and tier._live == 0
+        async with asyncio.timeout(20):  # until the kernel has had them waited for
+            while any(os.path.exists(f"/proc/{pid}") for pid in (sandbox._around.pid, sandbox._around._program)):
+                await asyncio.sleep(0.01)
 
     asyncio.run(main())
 

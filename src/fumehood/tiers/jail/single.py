@@ -71,6 +71,7 @@ class SingleSandbox(GuestSandbox):
         self._way = channel
         self._around = enclosure
         self._leave = leave
+        self._heard = False  # that the program's process is dead
         self._leaving: asyncio.Future[None] | None = None
         self._left: asyncio.Future[tuple[Artifact, ...]] | None = None  # what close() has not waited for
         channel.on_gone = self._gone
@@ -99,13 +100,14 @@ class SingleSandbox(GuestSandbox):
                 self._closing = closing
                 await self._let_go(closing)
                 return ()
-            if self._around.doomed and self._leave(closing):
+            if self._around.doomed and not self._heard and self._leave(closing):
                 self._closing = self._left = closing
                 return ()
         return await super().close(out=out)
 
     def _gone(self) -> None:
         """The program's process has been waited for, or who would do that is lost."""
+        self._heard = True
         if self._left is not None and not self._left.done():
             self._leaving = asyncio.ensure_future(self._let_go(self._left))
 

@@ -40,6 +40,7 @@ _NAMES = itertools.count(1)
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
 _LEFT_MAX = 16
+_LEAVE_TIMEOUT_S = 2.0
 _NEXT_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
@@ -104,7 +105,8 @@ class JailTier:
         self._wish: tuple[Kind, Policy] | None = None
         self._making = 0
         self._live = 0  # sandboxes that exist, those made ahead included
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Future[Any]] = set()  # sandboxes whose program is dying
         self._halves: dict[Zygote, tuple[int, Request]] = {}  # sandboxes that wait for their limits, with their flags
         self._graves: list[Cgroup] = []  # empty, to be removed
         self._closed = False
@@ -172,10 +174,10 @@ class JailTier:
 
     def _leave(self, closing: asyncio.Future[Any]) -> bool:
         """Whether a sandbox may go beside what runs, for :meth:`close` to wait for: few at a time."""
-        if len(self._tasks) >= _LEFT_MAX:
+        if len(self._leaving) >= _LEFT_MAX:
             return False
-        self._tasks.add(closing)
-        closing.add_done_callback(self._tasks.discard)
+        self._leaving.add(closing)
+        closing.add_done_callback(self._leaving.discard)
         return True
 
     def _watched(self, policy: Policy) -> Policy:
@@ -495,6 +497,8 @@ class JailTier:
                 await asyncio.wait(tuple(self._tasks))
             if self._ahead:
                 await self._ahead.popleft().discard()
+        if self._leaving:  # a zygote that does not see to it is killed below, and they with it
+            await asyncio.wait(tuple(self._leaving), timeout=_LEAVE_TIMEOUT_S)
         await self._dig()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
@@ -503,6 +507,9 @@ class JailTier:
         zygotes, self._zygotes = list(self._zygotes.values()), {}
         for zygote in zygotes:
             await in_thread(zygote.close)
+        if self._leaving:
+            await asyncio.wait(tuple(self._leaving))
+            await self._dig()
         if self._hierarchy is not None:
             opening, self._hierarchy = self._hierarchy, None
             with contextlib.suppress(OSError):
