@@ -149,24 +149,25 @@ class PidfdEnclosure:
         """Whether nothing is left but a PID 1 that does nothing, and is being killed."""
         return self._program_dead and self._vacant()
 
-    def end_program(self, program_fd: int) -> bool:
+    def end_program(self, program_fd: int) -> bool | None:
         """Kill the program's process, which says that it ends; whether that was all, so that nothing of it runs on.
 
-        Where others of the program's are left, or the kernel has killed one for memory, its end is waited for instead.
+        None: others of the program's are left, or one was killed for memory, and nothing was done.
         """
         group = self._group
-        if group is None:
-            return False
+        if group is None or self._over_memory:
+            return None
+        killed = False
         try:
             if group.tasks() != 1 or group.oom_kills():
-                return False
+                return None
             # Who is sent SIGKILL makes no other process (copy_process() in kernel/fork.c); and who was not waited for
             # yet is one of those counted before, so that there is no other.
             killed = process.kill_pidfd(program_fd)
             self.doomed = killed and group.tasks() == 1 and process.kill_pidfd(program_fd, 0)
         except OSError:
-            return False
-        return self.doomed
+            pass
+        return self.doomed if killed else None
 
     def _vacant(self) -> bool:
         """Whether all that is left is a PID 1 that does nothing: the program's process was in the group and is gone."""
@@ -216,7 +217,7 @@ class PidfdEnclosure:
 
     def memory_killed(self) -> bool:
         """Whether the kernel, or the poller, killed for memory."""
-        if self._group is None:
+        if self._group is None or self._over_memory:
             return self._over_memory
         try:
             return self._group.oom_kills() > 0

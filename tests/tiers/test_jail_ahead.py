@@ -121,7 +121,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
             assert tier._making or tier._ahead
             for _ in range(2):  # one that was still being made at the first is thrown away at the second
                 await check(two, files=False)
-            while tier._tasks:
+            while tier._tasks or tier._leaving:
                 await asyncio.sleep(0.005)
             assert all(seat.kind[1] == OTHERS["rlimit"].limits for seat in tier._ahead)
             assert tier._live == len(tier._ahead)

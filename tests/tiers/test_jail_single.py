@@ -24,6 +24,7 @@ from support.needs import need_tier
 
 from fumehood.errors import ClosedError, OutcomeUnknownError, StartError, UnsupportedError
 from fumehood.linux import process
+from fumehood.linux.cgroup import Cgroup
 from fumehood.model import Code, Command, Limits, MiB, Outcome, Policy, Result
 from fumehood.runner import AsyncRunner, Runner
 from fumehood.tiers.jail import client, runtime, single
@@ -224,6 +225,38 @@ def test_while_anything_else_is_left_the_true_end_is_waited_for(beside: str) -> 
     assert (told.result.outcome, told.result.exit_code) == (Outcome.EXITED, 5)
 
 
+def test_an_honest_end_is_not_our_kill_whatever_holds_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that says that it ends is killed; until the host looks again the zygote may have waited for it."""
+    kill = process.kill_pidfd
+
+    def slow(fd: int, sig: int = 9) -> bool:
+        done = kill(fd, sig)
+        if sig == signal.SIGKILL:
+            time.sleep(0.01)
+        return done
+
+    monkeypatch.setattr(process, "kill_pidfd", slow)
+    for _ in range(30):
+        told = tell("raise SystemExit(7)")
+        assert (told.result.outcome, told.result.exit_code) == (Outcome.EXITED, 7)
+
+
+#: What a program may do to what its own end needs.
+SPOILT = {
+    "taken away": "import os\nfor name in 'fstat fchmod close getpid _exit'.split(): delattr(os, name)\n",
+    "doubles": "import os\nfor name in 'fstat fchmod close getpid _exit'.split(): setattr(os, name, lambda *a: None)\n",
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_a_program_has_spoilt_does_not_change_its_exit_status(what: str) -> None:
+    assert run(SPOILT[what] + "raise SystemExit(3)").exit_code == 3
+
+
+def test_output_to_a_stream_that_was_replaced_is_not_lost() -> None:
+    assert run("import io, sys\nprint('a')\nsys.stdout = io.StringIO()\nprint('b')").stdout == "a\n"
+
+
 def test_a_limit_that_kills_is_not_hidden_by_a_word_said_before() -> None:
     told = tell(MARK + "os.fchmod(2, 0o1000)\nb = []\nwhile True: b.append(bytearray(4 << 20))")
     assert told.result.outcome is Outcome.MEMORY and not told.early
@@ -257,6 +290,32 @@ def test_a_file_in_the_place_of_stderr_is_left_alone(tmp_path: Path) -> None:
         result = runner.run(code + "print('told', file=sys.stderr)", out=tmp_path)
     assert result.ok and [a.path for a in result.artifacts] == ["log"] and not result.artifacts[0].skipped
     assert (tmp_path / "log").read_text() == "told\n"
+
+
+def test_groups_are_removed_by_one_thread_and_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_tier("jail")
+    need_group()
+    at_once, removed = [0, 0], []
+    remove = Cgroup.remove
+
+    def slow(group: Cgroup, **options: float) -> bool:
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        time.sleep(0.01)
+        removed.append(group.name)
+        at_once[0] -= 1
+        return remove(group, **options)
+
+    monkeypatch.setattr(Cgroup, "remove", slow)
+
+    async def main() -> None:
+        for _ in range(10):
+            async with AsyncRunner(tier=JailTier(), policy=POLICY) as runner:
+                await asyncio.gather(*(runner.run("pass") for _ in range(3)))
+            assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert at_once == [0, 1] and len(removed) == len(set(removed)) >= 30
 
 
 def test_a_tier_that_closes_waits_for_what_is_dying() -> None:

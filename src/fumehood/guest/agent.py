@@ -1597,7 +1597,8 @@ def _drop_objects(namespace: dict[str, Any]) -> None:
             namespace[name] = None
     gc.collect()
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    for thing in gc.get_objects():  # kept alive by a module that will not be torn down
+    # Kept alive by a module that will not be torn down; the last two were frozen when the interpreter was made.
+    for thing in (*gc.get_objects(), sys.__stdout__, sys.__stderr__):
         if type(thing) in kinds and thing is not sys.stdout and thing is not sys.stderr:
             try:
                 thing.flush()

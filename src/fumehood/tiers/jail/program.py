@@ -45,6 +45,9 @@ SEALED, FAILED = b"S", b"F"  # as in fumehood.enclosure, which is not loaded her
 ENDED, STATUS_MASK = 0o1000, 0xFF
 ENTER = b"0"  # as in fumehood.linux.cgroup
 _ENTRIES_SPACE = socket.CMSG_SPACE(4 * 4)  # a cgroup has at most four trees
+# What a program does to these modules, such as a test's doubles, does not change its exit status.
+_close, _exit, _fchmod, _fstat, _getpid = os.close, os._exit, os.fchmod, os.fstat, os.getpid
+_pthread_sigmask, _ALL_SIGNALS = _signal.pthread_sigmask, _signal.valid_signals()
 _KIND, _PIPE = 0o170000, 0o010000  # S_IFMT, S_IFIFO
 _NUMBERS_BYTES = ctypes.sizeof(Numbers)
 _FIRST_BYTES = 32 << 10  # most programs, and less than what malloc(3) would map and unmap
@@ -63,7 +66,7 @@ def become_single(box: Box, end: socket.socket) -> NoReturn:
         if go_on(end, box):
             status = serve(end, box)
     finally:
-        os._exit(status)
+        _exit(status)
 
 
 def go_on(end: socket.socket, box: Box) -> bool:
@@ -116,7 +119,7 @@ def serve(end: socket.socket, box: Box) -> int:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # until a program is there to be interrupted
     os.umask(0o022)
     module = agent.fresh_interpreter()
-    me = os.getpid()
+    me = _getpid()
     gc.freeze()  # what was made since the zygote's, so that the collection at the end looks at the program's alone
     try:
         name, env, code = receive(end)
@@ -131,18 +134,29 @@ def serve(end: socket.socket, box: Box) -> int:
     except KeyboardInterrupt:  # it came between the program's end and ours
         status = agent.EXIT_INTERRUPTED
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
-    status = agent.finalize(status, module.__dict__)
-    if os.getpid() == me:  # and not a child that the program has forked
-        say_end(2, status)
+    except BaseException as error:  # of a handler of the program's, which a timer called then
+        agent.show(error)
+        status = 1
+    try:
+        status = agent.finalize(status, module.__dict__)
+    except BaseException:  # as above; what is left to do is done without
+        _pthread_sigmask(_signal.SIG_BLOCK, _ALL_SIGNALS)
+        status = agent.finalize(status, module.__dict__)
+    try:
+        _pthread_sigmask(_signal.SIG_BLOCK, _ALL_SIGNALS)
+        if _getpid() == me:  # and not a child that the program has forked
+            say_end(2, status)
+    except BaseException:
+        pass
     return status
 
 
 def say_end(fd: int, status: int) -> None:
     """Leave the exit status where the host looks once stderr is closed, and close it."""
     try:
-        if os.fstat(fd).st_mode & _KIND == _PIPE:  # and not a file that the program has put in its place
-            os.fchmod(fd, ENDED | status & STATUS_MASK)
-            os.close(fd)
+        if _fstat(fd).st_mode & _KIND == _PIPE:  # and not a file that the program has put in its place
+            _fchmod(fd, ENDED | status & STATUS_MASK)
+            _close(fd)
     except OSError:
         pass  # the program closed it
 
@@ -154,7 +168,7 @@ def receive(end: socket.socket) -> tuple[str, bytes, bytes]:
         missing = HEAD.size + sum(HEAD.unpack_from(got)) - len(got) if len(got) >= HEAD.size else 1
         more = end.recv(missing, socket.MSG_WAITALL)  # in one go: a large program comes in hundreds of pieces
         if not more:
-            os._exit(agent.EXIT_LOST)
+            _exit(agent.EXIT_LOST)
         got += more
     name_bytes, env_bytes, _ = HEAD.unpack_from(got)
     env_start = HEAD.size + name_bytes

@@ -136,7 +136,7 @@ class SingleChannel(Link):
     Owns ``end`` (the socket), ``out`` and ``err`` (reading ends of the pipes) and ``program_fd`` (the pidfd of the
     program's process). ``on_exit`` is called once with whom to tell that process's end; ``on_gone`` then, if
     that of the program was told before. ``end_program`` kills a process that says that it ends, by its pidfd, and says
-    whether nothing runs then. Made inside a running loop.
+    whether nothing runs then; None: it did nothing. Made inside a running loop.
     """
 
     def __init__(
@@ -146,10 +146,11 @@ class SingleChannel(Link):
         err: int,
         program_fd: int,
         on_exit: Callable[[Callable[[Exit | None], object]], object],
-        end_program: Callable[[int], bool] | None = None,
+        end_program: Callable[[int], bool | None] | None = None,
     ) -> None:
         super().__init__()
         self._end_program = end_program
+        self._said: int | None = None  # the exit status of a process that was killed as it ended
         self._told = False  # before the process is dead
         self.on_gone: Callable[[], object] = lambda: None
         self._end: socket.socket | None = end
@@ -334,14 +335,20 @@ class SingleChannel(Link):
             self._let_go()
             self._on_lost(why)
             return
-        self._finish(os.waitstatus_to_exitcode(status))
+        code = os.waitstatus_to_exitcode(status)
+        self._finish(self._said if self._said is not None and code == -signal.SIGKILL else code)
 
     def _closed(self) -> None:
         """Stderr has no writer left: perhaps the process has said before that it ends. Then that is all of it."""
         if self._end_program is None or self._ident is None or self._outbox or not self._complete or self._told:
             return
         mode = os.fstat(self._err).st_mode
-        if mode & ENDED and self._end_program(self._program_fd):
+        if not mode & ENDED:
+            return
+        alone = self._end_program(self._program_fd)
+        if alone is not None:
+            self._said = mode & STATUS_MASK
+        if alone:
             self._told = True
             self._finish(mode & STATUS_MASK)
 

@@ -40,7 +40,6 @@ _NAMES = itertools.count(1)
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
 _LEFT_MAX = 16
-_LEAVE_TIMEOUT_S = 2.0
 _NEXT_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
@@ -109,6 +108,7 @@ class JailTier:
         self._leaving: set[asyncio.Future[Any]] = set()  # sandboxes whose program is dying
         self._halves: dict[Zygote, tuple[int, Request]] = {}  # sandboxes that wait for their limits, with their flags
         self._graves: list[Cgroup] = []  # empty, to be removed
+        self._digging: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._closed = False
 
     def probe(self) -> Probe:
@@ -353,19 +353,20 @@ class JailTier:
     def _bury(self, group: Cgroup) -> None:
         """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
         self._graves.append(group)
-        if len(self._graves) == 1:
-            asyncio.get_running_loop().call_later(_NEXT_AFTER_S, self._begin_to_dig)
+        if self._digging is None:
+            self._digging = asyncio.get_running_loop().call_later(_NEXT_AFTER_S, self._begin_to_dig)
 
     def _begin_to_dig(self) -> None:
-        if self._graves:
-            self._spawn_task(self._dig())
+        self._digging = self._spawn_task(self._dig())
 
     async def _dig(self) -> None:
         """Remove what is buried, in a thread, as many at a time as have come meanwhile."""
-        while self._graves:
-            groups = tuple(self._graves)
-            await in_thread(_remove_all, groups)
-            del self._graves[: len(groups)]
+        try:
+            while self._graves:
+                groups, self._graves = tuple(self._graves), []
+                await in_thread(_remove_all, groups)
+        finally:
+            self._digging = None
 
     def _take_ahead(self, kind: Kind) -> _Seat | None:
         """A sandbox that was made ahead, if there is one of this kind that lives. What does not fit is thrown away."""
@@ -399,10 +400,11 @@ class JailTier:
         else:
             self._ahead.append(seat)
 
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _group(self, tree: Hierarchy | None, limits: Limits, pids: int) -> Cgroup | None:
         if tree is None:
@@ -492,14 +494,7 @@ class JailTier:
     async def close(self) -> None:
         """Kill the zygotes and what is left of their sandboxes, and remove this tier's cgroups. Idempotent."""
         self._closed = True
-        while self._tasks or self._ahead:
-            if self._tasks:
-                await asyncio.wait(tuple(self._tasks))
-            if self._ahead:
-                await self._ahead.popleft().discard()
-        if self._leaving:  # a zygote that does not see to it is killed below, and they with it
-            await asyncio.wait(tuple(self._leaving), timeout=_LEAVE_TIMEOUT_S)
-        await self._dig()
+        await self._settle()
         if self._starting:
             await asyncio.wait(tuple(self._starting.values()))
         for zygote in tuple(self._halves):
@@ -507,13 +502,24 @@ class JailTier:
         zygotes, self._zygotes = list(self._zygotes.values()), {}
         for zygote in zygotes:
             await in_thread(zygote.close)
-        if self._leaving:
+        while self._leaving:  # now they are dead with their zygote
             await asyncio.wait(tuple(self._leaving))
-            await self._dig()
+        await self._settle()
         if self._hierarchy is not None:
             opening, self._hierarchy = self._hierarchy, None
             with contextlib.suppress(OSError):
                 await in_thread((await opening).close)
+
+    async def _settle(self) -> None:
+        """Until nothing is under way: what was made ahead is ended, what is to be removed is."""
+        while self._tasks or self._ahead or self._graves:
+            if isinstance(self._digging, asyncio.TimerHandle):
+                self._digging.cancel()
+                self._begin_to_dig()
+            if self._tasks:
+                await asyncio.wait(tuple(self._tasks))
+            if self._ahead:
+                await self._ahead.popleft().discard()
 
 
 @dataclass(slots=True)
