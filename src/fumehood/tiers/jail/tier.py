@@ -30,6 +30,7 @@ from fumehood.tier import Features, Probe, Sandbox, require
 from fumehood.tiers.jail import client, posture
 from fumehood.tiers.jail.client import AGENT, Exit, Guest, Request, Spawned, Zygote, ZygoteLostError
 from fumehood.tiers.jail.controls import DATA, REHEARSED, SINGLE, TERMINALS, numbers
+from fumehood.tiers.jail.graves import Graves
 from fumehood.tiers.jail.hosts import remedy_for
 from fumehood.tiers.jail.runtime import program_env
 from fumehood.tiers.jail.single import SingleChannel, SingleSandbox
@@ -107,8 +108,7 @@ class JailTier:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Future[Any]] = set()  # sandboxes whose program is dying
         self._halves: dict[Zygote, tuple[int, Request]] = {}  # sandboxes that wait for their limits, with their flags
-        self._graves: list[Cgroup] = []  # empty, to be removed
-        self._digging: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self._graves = Graves(_NEXT_AFTER_S)
         self._closed = False
 
     def probe(self) -> Probe:
@@ -307,7 +307,7 @@ class JailTier:
             program=spawned.program,
             cpu_after_death=lambda: zygote.exited(spawned.ident),
             forget=lambda: self._after(zygote, spawned, flags),
-            bury=self._bury,
+            bury=self._graves.bury,
         )
 
     def _after(self, zygote: Zygote, spawned: Spawned, flags: int) -> None:
@@ -350,24 +350,6 @@ class JailTier:
         if half is not None:
             half.give_up()
 
-    def _bury(self, group: Cgroup) -> None:
-        """Remove an empty group beside what runs: the kernel's lock on groups may be held for a grace period."""
-        self._graves.append(group)
-        if self._digging is None:
-            self._digging = asyncio.get_running_loop().call_later(_NEXT_AFTER_S, self._begin_to_dig)
-
-    def _begin_to_dig(self) -> None:
-        self._digging = self._spawn_task(self._dig())
-
-    async def _dig(self) -> None:
-        """Remove what is buried, in a thread, as many at a time as have come meanwhile."""
-        try:
-            while self._graves:
-                groups, self._graves = tuple(self._graves), []
-                await in_thread(_remove_all, groups)
-        finally:
-            self._digging = None
-
     def _take_ahead(self, kind: Kind) -> _Seat | None:
         """A sandbox that was made ahead, if there is one of this kind that lives. What does not fit is thrown away."""
         while self._ahead:
@@ -400,11 +382,10 @@ class JailTier:
         else:
             self._ahead.append(seat)
 
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     def _group(self, tree: Hierarchy | None, limits: Limits, pids: int) -> Cgroup | None:
         if tree is None:
@@ -512,14 +493,12 @@ class JailTier:
 
     async def _settle(self) -> None:
         """Until nothing is under way: what was made ahead is ended, what is to be removed is."""
-        while self._tasks or self._ahead or self._graves:
-            if isinstance(self._digging, asyncio.TimerHandle):
-                self._digging.cancel()
-                self._begin_to_dig()
+        while self._tasks or self._ahead:
             if self._tasks:
                 await asyncio.wait(tuple(self._tasks))
             if self._ahead:
                 await self._ahead.popleft().discard()
+        await self._graves.empty()
 
 
 @dataclass(slots=True)
@@ -551,12 +530,6 @@ def _blame_lost(zygote: Zygote, error: BaseException) -> None:
     """Raise ZygoteLostError if a sandbox did not come to be since its zygote had died: then there is another try."""
     if isinstance(error, StartError) and zygote.gone():
         raise ZygoteLostError(f"the zygote died: {error.message}", tier="jail") from None
-
-
-def _remove_all(groups: tuple[Cgroup, ...]) -> None:
-    for group in groups:
-        with contextlib.suppress(OSError):  # it stays, and is swept by the next supervisor
-            group.remove()
 
 
 def _bind_to_cpus(pid: int, limits: Limits) -> None:
