@@ -478,7 +478,7 @@ class _Lease:
         self._pool = pool
         self._sandbox = sandbox
         self._policy = policy
-        self._over = over  # its last process is dead
+        self._over = over  # nothing of it runs any more
         self._counted = counted
         self._held = True
         self._left = False
@@ -497,7 +497,7 @@ class _Lease:
         return result
 
     async def close(self, *, out: Path | None = None) -> tuple[Artifact, ...]:
-        """See :class:`fumehood.tier.Sandbox`. After the last exec all is dead, and the rest is left to the keeper."""
+        """See :class:`fumehood.tier.Sandbox`. After the last exec nothing runs, and the rest is left to the keeper."""
         if self._left:
             return ()
         if self._over and out is None and self._held and self._pool._may_wait():

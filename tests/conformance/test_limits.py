@@ -118,7 +118,8 @@ class TestFullPython:
         assert held is not None
         if held.held is Held.HARD:
             assert (result.outcome, result.exit_code) == (Outcome.MEMORY, None)
-            assert result.usage.memory_peak_bytes is None or result.usage.memory_peak_bytes <= 128 * MiB
+            # Some pages more are charged for what the kernel must have to kill (try_charge_memcg() in mm/memcontrol.c).
+            assert (result.usage.memory_peak_bytes or 0) <= 129 * MiB
         else:
             assert result.outcome is Outcome.MEMORY or (result.exit_code == 1 and "MemoryError" in result.stderr)
 

@@ -335,7 +335,7 @@ def test_many_runs_leave_nothing(private_tmp: Path) -> None:
             if out is not None:
                 (out / "f").unlink()
                 out.rmdir()
-        assert before.left(private_tmp) == []
+        assert await asyncio.to_thread(before.left, private_tmp) == []
 
     with_tier(body)
 
@@ -399,7 +399,7 @@ def test_cancelling_a_creation_leaves_nothing(private_tmp: Path) -> None:
                 cancelled.append(step)
             else:  # it was there already
                 await sandbox.close()
-        assert before.left(private_tmp) == [] and cancelled
+        assert await asyncio.to_thread(before.left, private_tmp) == [] and cancelled
 
     cancelled: list[int] = []
     with_tier(body)
