@@ -319,9 +319,10 @@ class JailTier:
     def _make_next(self, zygote: Zygote, flags: int) -> None:
         """Make the sandbox that was wished for, and the processes of one more."""
         wish, self._wish = self._wish, None
+        idle = self._live <= len(self._ahead) + self._making
         while wish is not None and len(self._ahead) + self._making < AHEAD and not self._closed:
             self._making += 1
-            self._spawn_task(self._make_ahead(*wish, idle=self._live <= len(self._ahead) + 1))
+            self._spawn_task(self._make_ahead(*wish, idle=idle))
         if flags & SINGLE:
             asyncio.get_running_loop().call_soon(self._make_half, zygote, flags)  # after those have taken what is there
 
