@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.linux import process
-from fumehood.tiers.jail.tier import AHEAD
+from fumehood.tiers.jail.tier import AHEAD, JailTier
 
 from . import e2b_endpoint
 
@@ -64,6 +65,13 @@ class Look:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+
+async def settled(tier: JailTier) -> None:
+    """Until the tier is done with what it does beside what runs."""
+    async with asyncio.timeout(PATIENCE_S):
+        while waiting := {*tier._tasks, *tier._leaving}:
+            await asyncio.wait(waiting)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.needs import need_tier
-from support.residue import Look
+from support.residue import Look, settled
 
 from fumehood.linux.process import pid_of_pidfd
 from fumehood.model import Code, Limits, MiB, Policy
@@ -121,8 +121,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
             assert tier._making or tier._ahead
             for _ in range(2):  # one that was still being made at the first is thrown away at the second
                 await check(two, files=False)
-            while tier._tasks or tier._leaving:
-                await asyncio.sleep(0.005)
+            await settled(tier)
             assert all(seat.kind[1] == OTHERS["rlimit"].limits for seat in tier._ahead)
             assert tier._live == len(tier._ahead)
 
@@ -132,8 +131,7 @@ def test_what_was_asked_for_while_another_kind_came_into_use_is_thrown_away() ->
 async def half_asked(tier: Tier) -> None:
     """The next one's processes are asked for once a caller has the result, and the process of the last is dead."""
     assert isinstance(tier, JailTier)
-    while waiting := {*tier._tasks, *tier._leaving}:
-        await asyncio.wait(waiting)
+    await settled(tier)
     await asyncio.sleep(4 * _NEXT_AFTER_S)
 
 

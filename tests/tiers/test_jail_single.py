@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from support import posture
 from support.needs import need_tier
+from support.residue import settled
 
 from fumehood.errors import ClosedError, OutcomeUnknownError, StartError, UnsupportedError
 from fumehood.linux import process
@@ -47,19 +48,12 @@ async def a_single(policy: Policy = POLICY, *, cgroups: bool = True) -> AsyncIte
     try:
         yield sandbox
         await sandbox.close()
-        await left(tier)
+        await settled(tier)
         assert len(os.listdir("/proc/self/fd")) < before
         assert tier._live == 0
         assert not next(iter(tier._zygotes.values())).lost
     finally:
         await tier.close()
-
-
-async def left(tier: JailTier) -> None:
-    """Until what close() did not wait for is gone."""
-    async with asyncio.timeout(20):
-        while waiting := {*tier._tasks, *tier._leaving}:
-            await asyncio.wait(waiting)
 
 
 def run(code: str | bytes, *, policy: Policy = POLICY, cgroups: bool = True) -> Result:

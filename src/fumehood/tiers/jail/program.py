@@ -146,19 +146,16 @@ def serve(end: socket.socket, box: Box) -> int:
         _pthread_sigmask(_signal.SIG_BLOCK, _ALL_SIGNALS)
         if _getpid() == me:  # and not a child that the program has forked
             say_end(2, status)
-    except BaseException:
+    except BaseException:  # it has no stderr any more, or a handler of its own raised
         pass
     return status
 
 
 def say_end(fd: int, status: int) -> None:
-    """Leave the exit status where the host looks once stderr is closed, and close it."""
-    try:
-        if _fstat(fd).st_mode & _KIND == _PIPE:  # and not a file that the program has put in its place
-            _fchmod(fd, ENDED | status & STATUS_MASK)
-            _close(fd)
-    except OSError:
-        pass  # the program closed it
+    """Leave the exit status where the host looks once stderr is closed, and close it. Raises OSError."""
+    if _fstat(fd).st_mode & _KIND == _PIPE:  # and not a file that the program has put in its place
+        _fchmod(fd, ENDED | status & STATUS_MASK)
+        _close(fd)
 
 
 def receive(end: socket.socket) -> tuple[str, bytes, bytes]:

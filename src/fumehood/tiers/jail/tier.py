@@ -40,7 +40,7 @@ _NAMES = itertools.count(1)
 
 #: Sandboxes made ahead: as many as a caller that takes one every 10 ms uses up while the kernel makes it wait for one.
 AHEAD = 2
-_LEFT_MAX = 16
+_LEFT_MAX = 16  # dying programs that no run waits for
 _NEXT_AFTER_S = 0.0005  # until then the caller has the result and may have asked for the next run
 _READY_TIMEOUT_S = 30.0
 
@@ -154,20 +154,19 @@ class JailTier:
         if not zygote.single:
             return await (self.create_warm(policy) if warm else self.create(policy))
         seat = await self._start(policy, warm, single=True)
-        spawned = seat.spawned
+        spawned, enclosure = seat.spawned, seat.enclosure
         out, err = seat.pipes
         if warm:
-            seat.enclosure.expect_usage()
+            enclosure.expect_usage()
 
         def on_exit(told: Callable[[Exit | None], object]) -> None:
             def ended(how: Exit | None) -> None:
                 if how is not None:
-                    seat.enclosure.program_ended()
+                    enclosure.program_ended()
                 told(how)
 
             seat.zygote.on_exit(spawned.ident, ended)
 
-        enclosure = seat.enclosure
         channel = SingleChannel(seat.end, out, err, spawned.program_fd, on_exit, enclosure.end_program)
         watched = self._watched(policy)
         return SingleSandbox(channel, enclosure, watched, seat.receipt, env=program_env(), leave=self._leave)
