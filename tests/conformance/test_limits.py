@@ -118,8 +118,8 @@ class TestFullPython:
         assert held is not None
         if held.held is Held.HARD:
             assert (result.outcome, result.exit_code) == (Outcome.MEMORY, None)
-            # Some pages more are charged for what the kernel must have to kill (try_charge_memcg() in mm/memcontrol.c).
-            assert (result.usage.memory_peak_bytes or 0) <= 129 * MiB
+            # Where an allocation must not fail, a few pages are charged beyond the limit: one was seen, under gVisor.
+            assert (result.usage.memory_peak_bytes or 0) <= 128 * MiB + (64 << 10)
         else:
             assert result.outcome is Outcome.MEMORY or (result.exit_code == 1 and "MemoryError" in result.stderr)
 
